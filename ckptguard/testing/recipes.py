@@ -150,7 +150,14 @@ def _launch(recipe: Recipe, flags: list[str], timeout_seconds: float) -> str:
     Raises:
         MegatronRunError: It failed, or ran longer than the timeout.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(recipe.world_size)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(recipe.world_size),
+    ]
     command += ["-m", TRAINER, *recipe.megatron_flags(), *flags]
     package_root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
@@ -168,7 +175,9 @@ def _launch(recipe: Recipe, flags: list[str], timeout_seconds: float) -> str:
     if code == 0:
         return text
     reason = f"did not end within {timeout_seconds:g} s" if code is None else f"ended with code {code}"
-    own_words, _, _ = text.partition("torch/distributed/elastic/multiprocessing/api.py")  # then torchrun's report begins
+    own_words, _, _ = text.partition(
+        "torch/distributed/elastic/multiprocessing/api.py"
+    )  # then torchrun's report begins
     tail = "\n".join(own_words.splitlines()[-_LOG_LINES_SHOWN:])
     raise MegatronRunError(f"Megatron, for recipe {recipe.name!r}, {reason}. Its last lines:\n{tail}")
 

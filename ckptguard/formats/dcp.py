@@ -1,0 +1,146 @@
+"""torch Distributed Checkpoint: the ``.metadata`` index and what the formats built on it share.
+
+Source: torch/distributed/checkpoint/{metadata,filesystem}.py (2.14.1). ``.metadata`` is a pickle of ``Metadata``; each stored
+chunk is an independent torch.save zip at (relative_path, offset, length), or, with SerializationFormat.SAFETENSORS, a tensor
+of a safetensors blob that begins at ``offset``; ``transform_descriptors`` name the streams it went through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from ckptguard.core.boxes import Box
+from ckptguard.core.dtypes import DType
+from ckptguard.core.errors import DamagedError
+from ckptguard.core.index import Chunk, Encoding, ObjectEntry, Span, TensorEntry
+from ckptguard.core.problems import Problem
+from ckptguard.formats.pickles import Record, load
+from ckptguard.formats.storage import Directory
+
+METADATA = ".metadata"
+
+
+@dataclass(frozen=True, slots=True)
+class DcpTable:
+    """The content of a ``.metadata`` file.
+
+    Attributes:
+        tensors: By name.
+        objects: By name.
+        problems: Entries that name something that is stored nowhere, or stored without being named.
+        mcore_data: Megatron Core's extra table of 0.12 to 0.15, by key.
+        megatron_classes: Whether it was pickled with Megatron's own metadata classes (0.14 and 0.15).
+    """
+
+    tensors: dict[str, TensorEntry]
+    objects: dict[str, ObjectEntry]
+    problems: tuple[Problem, ...]
+    mcore_data: dict[str, Any]
+    megatron_classes: bool
+
+
+def read_table(files: Directory, name: str = METADATA) -> DcpTable:
+    """Reads a ``.metadata`` file.
+
+    Raises:
+        DamagedError: It is not a whole pickle of torch's Metadata.
+        UnsafePickleError: It names something outside the allow-list.
+    """
+    where = str(files.root / name)
+    value = load(files.read(name), where=where, file=name)
+    try:
+        stored = _stored(value.storage_data)
+        declared = value.state_dict_metadata
+        out = _Tables(name)
+        for key, entry in declared.items():
+            if type(entry).__name__ == "BytesStorageMetadata":
+                out.add_object(key, stored.pop(key, {}))
+            else:
+                out.add_tensor(key, entry, stored.pop(key, {}))
+    except (AttributeError, TypeError, ValueError, KeyError) as error:
+        message = f"{where}: not the Metadata of torch.distributed.checkpoint ({error})"
+        raise DamagedError(message, problems=[Problem("unreadable", message, file=name)]) from error
+    for key in stored:
+        out.problems.append(Problem("layout", f"{name}: {key} is stored but not declared", file=name, tensor=key))
+    mcore = getattr(value, "mcore_data", None)
+    return DcpTable(
+        out.tensors,
+        out.objects,
+        tuple(out.problems),
+        dict(mcore) if isinstance(mcore, dict) else {},
+        type(value).__name__ == "MCoreMetadata",
+    )
+
+
+Place = tuple[Span, tuple[str, ...]]
+
+
+def _stored(storage_data: dict[Any, Any]) -> dict[str, dict[tuple[int, ...] | None, Place]]:
+    """Groups ``storage_data`` by name and offset."""
+    out: dict[str, dict[tuple[int, ...] | None, Place]] = {}
+    for index, info in storage_data.items():
+        offset = index.offset
+        span = Span(str(info.relative_path), int(info.offset), int(info.length))
+        transforms = getattr(info, "transform_descriptors", None) or ()
+        out.setdefault(index.fqn, {})[None if offset is None else tuple(offset)] = (span, tuple(map(str, transforms)))
+    return out
+
+
+class _Tables:
+    """Collects entries while the pickled tables are walked once."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.tensors: dict[str, TensorEntry] = {}
+        self.objects: dict[str, ObjectEntry] = {}
+        self.problems: list[Problem] = []
+
+    def add_object(self, key: str, places: dict[tuple[int, ...] | None, Place]) -> None:
+        if not places:
+            message = f"{self.name}: object {key} is declared but stored nowhere"
+            self.problems.append(Problem("missing-tensor", message, file=self.name, tensor=key))
+        for span, transforms in places.values():
+            self.objects[key] = ObjectEntry(key, span, transforms)
+
+    def add_tensor(self, key: str, entry: Record, places: dict[tuple[int, ...] | None, Place]) -> None:
+        dtype = entry.properties.dtype  # type: ignore[attr-defined]
+        if not isinstance(dtype, DType):
+            raise ValueError(f"dtype of {key} is {dtype!r}")
+        shape = tuple(entry.size)  # type: ignore[attr-defined]
+        chunks = []
+        for declared in entry.chunks:  # type: ignore[attr-defined]
+            box = Box(tuple(declared.offsets), tuple(declared.sizes))
+            place = places.pop(box.offset, None) or places.pop(None, None)
+            if place is not None:
+                chunks.append(_chunk(box, place, dtype))
+            elif box.numel:
+                message = f"{self.name}: {key} {box} is declared but stored nowhere"
+                self.problems.append(Problem("missing-chunk", message, file=self.name, tensor=key, box=box))
+        for offset in places:
+            message = f"{self.name}: {key} has a stored chunk at {offset} that is not declared"
+            self.problems.append(Problem("layout", message, file=self.name, tensor=key))
+        self.tensors[key] = TensorEntry(key, dtype, shape, tuple(chunks))
+
+
+def _chunk(box: Box, place: Place, dtype: DType) -> Chunk:
+    span, transforms = place
+    # A torch.save zip is always longer than its data, so equal lengths mean the safetensors serialisation.
+    if not transforms and span.length_bytes == prod(box.size) * dtype.itemsize:
+        return Chunk(box, span, Encoding.SAFETENSORS)
+    return Chunk(box, span, Encoding.TORCH_ZIP, transforms)
+
+
+def data_files(table: DcpTable) -> set[str]:
+    """Every file that the table stores something in."""
+    return set(_files(table))
+
+
+def _files(table: DcpTable) -> Iterable[str]:
+    for entry in table.tensors.values():
+        for chunk in entry.chunks:
+            yield chunk.span.file
+    for blob in table.objects.values():
+        yield blob.span.file

@@ -1,0 +1,91 @@
+"""Which format a path is of: each one looks, and an unknown path is told why it is none of them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ckptguard.core.errors import EnvironmentFailedError, NotFoundError, UnknownFormatError, UsageError
+from ckptguard.formats import hub
+from ckptguard.formats.base import Checkpoint, Format, steps_below, trackers_of
+from ckptguard.formats.chunks import Reader
+from ckptguard.formats.hf import HuggingFace
+from ckptguard.formats.legacy import LegacyTorch
+from ckptguard.formats.torch_dist import Dcp, TorchDist
+
+FORMATS: tuple[Format, ...] = (TorchDist(), Dcp(), LegacyTorch(), HuggingFace())
+
+
+def open_checkpoint(path: str | os.PathLike[str], *, step: str | None = None) -> Checkpoint:
+    """Opens a checkpoint of any known format.
+
+    Args:
+        path: An iteration directory, a root with a tracker, a Hugging Face snapshot, or a hub id ``org/name[@revision]``.
+        step: Which iteration of a root ("123" or "release"); by default the tracker's.
+
+    Returns:
+        The index and the way to its bytes; close it, or use it as a context manager.
+
+    Raises:
+        NotFoundError: Nothing is there.
+        UnknownFormatError: No format accepts it; says why for each.
+        UsageError: A root with several steps and no tracker, or a step that it does not have.
+        DamagedError: The format is clear, but its index cannot be read.
+    """
+    where = _local(path)
+    try:
+        chosen = choose_step(where, step)
+        reasons = {}
+        for candidate in FORMATS:
+            reason = candidate.why_not(chosen)
+            if reason is None:
+                files = candidate.open_files(chosen)
+                return Checkpoint(candidate.read_index(files), files, Reader(files))
+            reasons[candidate.name] = reason
+    except PermissionError as error:
+        raise EnvironmentFailedError(f"{error.filename}: permission denied") from error
+    raise UnknownFormatError(
+        f"{chosen}: not a checkpoint of a known format",
+        reasons=reasons,
+        next_step="Give the iteration directory, the root that holds it, or a Hugging Face snapshot.",
+    )
+
+
+def _local(path: str | os.PathLike[str]) -> Path:
+    where = Path(path)
+    if where.exists():
+        return where
+    if isinstance(path, str) and hub.looks_like_id(path):
+        return hub.download(path)
+    raise NotFoundError(f"{path}: no such file or directory", next_step="Check the path; a hub id has the form org/name.")
+
+
+def choose_step(root: Path, step: str | None) -> Path:
+    """The iteration directory that a path stands for; the path itself if it is no root.
+
+    Raises:
+        UsageError: The step is not there, or must be named because no tracker chooses.
+        NotFoundError: The tracker names a step that is not there.
+    """
+    if not root.is_dir():
+        return root
+    trackers, steps = trackers_of(root), steps_below(root)
+    if not trackers and not steps:
+        if step is not None:
+            raise UsageError(f"{root}: has no iter_* directories, so --step {step} chooses nothing")
+        return root
+    said = trackers.get("latest_checkpointed_iteration.txt")
+    wanted = step if step is not None else said
+    if wanted is None and len(steps) == 1:
+        (wanted,) = steps
+    if wanted is None:
+        raise UsageError(
+            f"{root}: holds steps {', '.join(steps) or 'none'} and no latest_checkpointed_iteration.txt",
+            next_step="Choose one with --step, or give its directory.",
+        )
+    wanted = str(int(wanted)) if wanted.isdigit() else wanted
+    if wanted not in steps:
+        source = f"--step says {wanted}" if step is not None else f"latest_checkpointed_iteration.txt says {wanted!r}"
+        error = UsageError if step is not None else NotFoundError
+        raise error(f"{root}: {source}, but the steps there are {', '.join(steps) or 'none'}")
+    return steps[wanted]
