@@ -9,8 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from ckptguard.testing.recipes import RECIPES, make_checkpoint, resave
 from filelock import FileLock
+
+from ckptguard.testing.recipes import RECIPES, make_checkpoint, resave
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -25,7 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def real_cache() -> Path:
-    """The folder that keeps real checkpoints: ``CKPTGUARD_TEST_CACHE``, or one inside pytest's own cache folder."""
+    """Return the folder that keeps real checkpoints: ``CKPTGUARD_TEST_CACHE``, or one in pytest's own cache folder."""
     default = REPOSITORY / ".pytest_cache" / "ckptguard-real"
     folder = Path(os.environ.get("CKPTGUARD_TEST_CACHE", default))
     folder.mkdir(parents=True, exist_ok=True)
@@ -35,7 +36,8 @@ def real_cache() -> Path:
 def _cached(folder: Path, make: Callable[[Path], Path]) -> Path:
     """Return the iteration folder in ``folder``, made with ``make(root)`` if it is not there.
 
-    One worker makes it while the others wait, and it appears by a rename, so that a killed test run leaves nothing half made.
+    One worker makes it while the others wait, and it appears by a rename, so that a killed test run leaves nothing half
+    made.
     """
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
@@ -51,7 +53,7 @@ def _cached(folder: Path, make: Callable[[Path], Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def real_checkpoint(real_cache: Path) -> Callable[[str], Path]:
-    """A function from a recipe's name to the iteration folder of the checkpoint that Megatron made of it.
+    """Return a function from a recipe's name to the iteration folder of the checkpoint that Megatron made of it.
 
     The folder is shared by all tests: copy it before changing anything. Its parent is the root, for ``--load``.
     """
@@ -65,9 +67,10 @@ def real_checkpoint(real_cache: Path) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="session")
 def resaved_checkpoint(real_cache: Path, real_checkpoint: Callable[[str], Path]) -> Callable[[str, str], Path]:
-    """A function ``(source, target)``: recipe ``source``'s checkpoint, loaded and saved again by Megatron as ``target`` says.
+    """Return a function ``(source, target)``: the checkpoint of one recipe, saved again by Megatron as another says.
 
-    All targets of one source hold the same state, bit for bit, in different layouts and formats. Shared by all tests too.
+    All targets of one source hold the same state, bit for bit, in different layouts and formats. Shared by all tests
+    too.
     """
 
     def get(source: str, target: str) -> Path:

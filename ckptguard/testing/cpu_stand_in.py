@@ -1,14 +1,15 @@
 """Let Megatron Core and Megatron-LM run on a machine without a GPU.
 
-The ``torch.cuda`` calls that Megatron makes are redirected to the CPU, Megatron is given an Adam with the state layout of
-apex's, and a few lines of its start-up that only make sense beside a CUDA device are skipped. What Megatron then computes,
-saves and loads is its own code, unmodified. Where a GPU is present, :func:`install` does nothing.
+The ``torch.cuda`` calls that Megatron makes are redirected to the CPU, Megatron is given an Adam with the state layout
+of apex's, and a few lines of its start-up that only make sense beside a CUDA device are skipped. What Megatron then
+computes, saves and loads is its own code, unmodified. Where a GPU is present, :func:`install` does nothing.
 
 There are two ways in:
 
 * a program of one's own calls :func:`install` before it imports megatron (``ckptguard/testing/tiny_trainer.py`` does);
-* an unmodified script (``torchrun pretrain_gpt.py ...``) runs with :func:`site_directory` first on ``PYTHONPATH``; Python
-  then imports the ``sitecustomize`` in there, which installs the stand-in as soon as the script has imported torch.
+* an unmodified script (``torchrun pretrain_gpt.py ...``) runs with :func:`site_directory` first on ``PYTHONPATH``;
+  Python then imports the ``sitecustomize`` in there, which installs the stand-in as soon as the script has imported
+  torch.
 
 The command line has to choose what needs no kernels: ``--transformer-impl local --attention-backend unfused
 --distributed-backend gloo --use-cpu-initialization`` and the ``--no-*-fusion`` flags; ``recipes.CPU_FLAGS`` lists them.
@@ -215,18 +216,18 @@ _PATCHES: dict[str, Callable[[ModuleType], None]] = {
 def _iterators_leave_rng_alone() -> None:
     """Keep DataLoader's draw of a base seed away from the generator that stands for CUDA's.
 
-    On a GPU the draw comes from the CPU generator and dropout from the CUDA one. Here they are one generator, so the draw
-    would change dropout after a resume, which it does not do on a GPU.
+    On a GPU the draw comes from the CPU generator and dropout from the CUDA one. Here they are one generator, so the
+    draw would change dropout after a resume, which it does not do on a GPU.
     """
     original = torch.utils.data.DataLoader.__iter__
 
-    def __iter__(self: Any) -> Any:
+    def iterate(self: Any) -> Any:
         state = torch.get_rng_state()
         iterator = original(self)
         torch.set_rng_state(state)
         return iterator
 
-    torch.utils.data.DataLoader.__iter__ = __iter__  # type: ignore[method-assign]
+    torch.utils.data.DataLoader.__iter__ = iterate  # type: ignore[method-assign]
 
 
 def _redirect_cuda(cuda: Any) -> None:
@@ -253,10 +254,10 @@ def _redirect_cuda(cuda: Any) -> None:
 
 
 def install() -> None:
-    """Redirect CUDA to the CPU in this process, for the rest of its life. Idempotent; does nothing beside a real GPU.
+    """Redirect CUDA to the CPU in this process for good. Idempotent; does nothing beside a real GPU.
 
-    Call it before megatron is imported, in the main thread: the part that sees factory calls is a ``TorchFunctionMode``,
-    which torch keeps per thread.
+    Call it before megatron is imported, in the main thread: the part that sees factory calls is a
+    ``TorchFunctionMode``, which torch keeps per thread.
     """
     global _installed
     if _installed or torch.cuda.is_available():
@@ -273,9 +274,9 @@ def install() -> None:
     tensor.cuda = tensor.pin_memory = lambda self, *a, **k: self
     for name, patch in _PATCHES.items():
         after_import(name, patch)
-    _CudaMeansCpu().__enter__()
+    _CudaMeansCpu().__enter__()  # type: ignore[no-untyped-call]
 
 
 def site_directory() -> Path:
-    """The folder to put first on ``PYTHONPATH`` so that an unmodified script runs on the CPU."""
+    """Return the folder to put first on ``PYTHONPATH`` so that an unmodified script runs on the CPU."""
     return Path(__file__).parent / "cpu_site"

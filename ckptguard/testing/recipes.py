@@ -1,9 +1,9 @@
 """Recipes for real, tiny Megatron checkpoints, and the functions that follow them.
 
-:func:`make_checkpoint` trains a model for a few steps with Megatron-LM's own ``pretrain`` on CPU processes and returns what it
-saved. :func:`resave` has Megatron load a checkpoint under another layout or format and save it again at once, so that one
-state exists in many forms; :func:`check_loads` has Megatron load it and nothing more. One set of flags serves all three.
-Nothing here imports torch, so that a test session which finds its checkpoints in a cache starts fast.
+:func:`make_checkpoint` trains a model for a few steps with Megatron-LM's own ``pretrain`` on CPU processes and returns
+what it saved. :func:`resave` has Megatron load a checkpoint under another layout or format and save it again at once,
+so that one state exists in many forms; :func:`check_loads` has Megatron load it and nothing more. One set of flags
+serves all three. Nothing here imports torch, so that a test session which finds its checkpoints in a cache starts fast.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -31,28 +32,32 @@ _LOG_LINES_SHOWN = 40
 _SECONDS_TO_STOP = 15.0  # torchrun ends its ranks when it is asked to; a killed torchrun would leave them behind
 
 CPU_FLAGS = tuple(
-    """--transformer-impl local --attention-backend unfused --distributed-backend gloo --use-cpu-initialization
+    shlex.split("""--transformer-impl local --attention-backend unfused --distributed-backend gloo
+--use-cpu-initialization
     --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion
-    --no-persist-layer-norm --no-gradient-accumulation-fusion --disable-jit-fuser --num-workers 0""".split()
+    --no-persist-layer-norm --no-gradient-accumulation-fusion --disable-jit-fuser --num-workers 0""")
 )
 """What Megatron-LM's command line needs on a machine without a GPU, beside the stand-in."""
 
 _COMMON_FLAGS = tuple(
-    """--hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --seq-length 32
+    shlex.split("""--hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups
+2 --seq-length 32
     --max-position-embeddings 32 --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights
     --hidden-dropout 0 --attention-dropout 0 --tokenizer-type NullTokenizer --vocab-size 511 --mock-data
     --micro-batch-size 1 --global-batch-size 4 --lr 1e-3 --lr-decay-iters 100 --lr-decay-style constant --eval-iters 0
-    --eval-interval 1000 --log-interval 1 --use-distributed-optimizer""".split()
+    --eval-interval 1000 --log-interval 1 --use-distributed-optimizer""")
 )
 _MODEL_FLAGS: dict[Model, tuple[str, ...]] = {
-    "dense": tuple("--position-embedding-type rope --swiglu --ffn-hidden-size 128".split()),
+    "dense": tuple(shlex.split("--position-embedding-type rope --swiglu --ffn-hidden-size 128")),
     "moe": tuple(
-        """--position-embedding-type rope --swiglu --ffn-hidden-size 128 --num-experts 4 --moe-ffn-hidden-size 64
-        --moe-router-topk 2 --moe-token-dispatcher-type alltoall""".split()
+        shlex.split("""--position-embedding-type rope --swiglu --ffn-hidden-size 128 --num-experts 4
+    --moe-ffn-hidden-size 64
+        --moe-router-topk 2 --moe-token-dispatcher-type alltoall""")
     ),
     "hybrid": tuple(
-        """--position-embedding-type none --squared-relu --ffn-hidden-size 128 --mamba-state-dim 16 --mamba-head-dim 16
-        --mamba-num-groups 2 --spec ckptguard.testing.hybrid_cpu hybrid_stack_spec""".split()
+        shlex.split("""--position-embedding-type none --squared-relu --ffn-hidden-size 128 --mamba-state-dim
+    16 --mamba-head-dim 16
+        --mamba-num-groups 2 --spec ckptguard.testing.hybrid_cpu hybrid_stack_spec""")
     ),
 }
 
@@ -109,7 +114,7 @@ class Recipe:
         return self.tp * self.pp * self.dp
 
     def key(self) -> str:
-        """Hex digest of all that changes the checkpoint: every field but the name, the flags, Megatron and torch."""
+        """Digest all that changes the checkpoint: every field but the name, the flags, Megatron and torch."""
         fields = dataclasses.asdict(self) | {"name": ""}
         versions = [version("megatron-core"), version("torch")]
         text = json.dumps([fields, CPU_FLAGS, _COMMON_FLAGS, _MODEL_FLAGS, versions], sort_keys=True)
@@ -223,10 +228,10 @@ def make_checkpoint(recipe: Recipe, out: Path, *, timeout_seconds: float = TIMEO
 
 
 def resave(src: Path, recipe: Recipe, out: Path, *, timeout_seconds: float = TIMEOUT_SECONDS) -> Path:
-    """Have Megatron load ``src`` under the recipe's layout and save the same state to ``out``, with no step in between.
+    """Have Megatron load ``src`` under the recipe's layout and save the same state to ``out``, untrained.
 
-    A source in ``fully_reshardable`` form can take any layout; ``dp_reshardable`` only another ``dp``, and the legacy ``torch``
-    format none. The recipe has to describe the same model.
+    A source in ``fully_reshardable`` form can take any layout; ``dp_reshardable`` only another ``dp``, and the legacy
+    ``torch`` format none. The recipe has to describe the same model.
 
     Args:
         src: A checkpoint root.
@@ -246,7 +251,7 @@ def resave(src: Path, recipe: Recipe, out: Path, *, timeout_seconds: float = TIM
 
 
 def check_loads(src: Path, recipe: Recipe, *, timeout_seconds: float = TIMEOUT_SECONDS) -> str:
-    """Have Megatron load model, optimizer and RNG state of ``src`` under the recipe's layout, and return what it printed.
+    """Have Megatron load ``src`` (model, optimizer, RNG state) under the recipe's layout; return what it printed.
 
     Args:
         src: A checkpoint root, whoever wrote it.

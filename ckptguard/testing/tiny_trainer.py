@@ -1,13 +1,13 @@
 """A pretraining script for tiny models, for Megatron-LM's own ``pretrain`` on a CPU.
 
-It is what ``pretrain_gpt.py`` and ``pretrain_hybrid.py`` are in the Megatron-LM repository, which the wheels do not carry:
-it takes Megatron-LM's command line, unchanged, and hands Megatron a model, a data set and a loss. Arguments, training loop,
-checkpoints and resume are Megatron's. Start it with torchrun, or through ``recipes.make_checkpoint``:
+It is what ``pretrain_gpt.py`` and ``pretrain_hybrid.py`` are in the Megatron-LM repository, which the wheels do not
+carry: it takes Megatron-LM's command line, unchanged, and hands Megatron a model, a data set and a loss. Arguments,
+training loop, checkpoints and resume are Megatron's. Start it with torchrun, or through ``recipes.make_checkpoint``:
 
     torchrun --nproc_per_node 4 -m ckptguard.testing.tiny_trainer --tensor-model-parallel-size 2 ... --save DIR
 
-Two switches are its own and are taken away before Megatron sees the command line, so that they are not in the ``args`` that
-a checkpoint stores: ``--load-only`` loads ``--load`` and exits, for checks that Megatron accepts a checkpoint;
+Two switches are its own and are taken away before Megatron sees the command line, so that they are not in the ``args``
+that a checkpoint stores: ``--load-only`` loads ``--load`` and exits, for checks that Megatron accepts a checkpoint;
 ``--resave=FORMAT`` also writes what was loaded to ``--save``, in that ``--ckpt-format``, with no step in between.
 
 Nothing heavy is imported at the top: saving starts a helper process that imports this file again.
@@ -26,7 +26,7 @@ _DATASET_LENGTH = 1 << 20  # far more samples than any test consumes; they are c
 
 
 class MockTokens:
-    """A map-style data set in which sample ``i`` depends on the seed and ``i`` alone, so that a resume sees the same data."""
+    """A map-style data set: sample ``i`` depends on the seed and ``i`` alone, so a resume sees the same data."""
 
     def __init__(self, seed: int, sequence_length: int, vocab_size: int) -> None:
         self.seed, self.sequence_length, self.vocab_size = seed, sequence_length, vocab_size
@@ -35,7 +35,7 @@ class MockTokens:
         return _DATASET_LENGTH
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """Return tokens and labels (int64), loss mask (float32) and positions (int64), each of shape [sequence_length]."""
+        """Return tokens, labels, positions (int64) and loss mask (float32), each of shape [sequence_length]."""
         import torch
 
         generator = torch.Generator().manual_seed(self.seed * _DATASET_LENGTH + int(index))
@@ -91,7 +91,7 @@ def _config(args: Any) -> Any:
 
 
 def _load(config: Any, resave_format: str | None) -> None:
-    """Build the model and optimizer, load ``--load``, and unless the format is None write the same state to ``--save``."""
+    """Build model and optimizer and load ``--load``; unless the format is None, write the state to ``--save``."""
     from megatron.core.enums import ModelType
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training import get_args

@@ -1,4 +1,4 @@
-"""The recipes give real checkpoints: Megatron's own loader takes them, under the layout they were made in and others."""
+"""The recipes give real checkpoints: Megatron's own loader takes them, under their own layout and others."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from ckptguard.testing.recipes import RECIPES, MegatronRunError, check_loads
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from ckptguard.testing.recipes import RECIPES, MegatronRunError, check_loads
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
@@ -24,7 +25,7 @@ def _tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
         for name, entry in entries.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    dcp.load(tensors, storage_reader=FileSystemReader(checkpoint), no_dist=True)
+    load(tensors, storage_reader=FileSystemReader(checkpoint), no_dist=True)
     return tensors
 
 
