@@ -20,7 +20,7 @@ MAX_RUN = 8192
 
 @njit(nogil=True, cache=True, inline="always")
 def _reduce(x):  # type: ignore[no-untyped-def]
-    """x mod p for x < 2**64."""
+    """Return x mod p for x < 2**64."""
     p = np.uint64(0x1FFFFFFFFFFFFFFF)
     x = (x & p) + (x >> np.uint64(61))
     return x - p if x >= p else x
@@ -28,7 +28,7 @@ def _reduce(x):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True, inline="always")
 def mulmod(a, b):  # type: ignore[no-untyped-def]
-    """a * b mod p for a, b < p, in 64-bit arithmetic: schoolbook halves, then 2**61 = 1."""
+    """Return a * b mod p for a, b < p, in 64-bit arithmetic: schoolbook halves, then 2**61 = 1."""
     mask = np.uint64(0xFFFFFFFF)
     half = np.uint64(32)
     a0, a1 = a & mask, a >> half
@@ -62,7 +62,7 @@ def outer(a, b):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True, inline="always")
 def _lane(low, high):  # type: ignore[no-untyped-def]
-    """low + high * 2**32 mod p."""
+    """Return low + high * 2**32 mod p."""
     return _reduce(_reduce(low) + mulmod(_reduce(high), np.uint64(1) << np.uint64(32)))
 
 
@@ -86,18 +86,20 @@ def _run(words, t0, t1, t2, t3, out):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def accumulate(words, first, table, per_step, line_steps, step_offset, sizes, weights, starts, high, sums):  # type: ignore[no-untyped-def]
+def accumulate(  # type: ignore[no-untyped-def]
+    words, first, table, per_step, line_steps, step_offset, sizes, weights, starts, high, sums
+):
     """Adds the weighted sum of words to ``sums``, modulo p.
 
-    The words are a row-major range of a box. The box is seen as lines: a line runs over ``line_steps`` indices of the split
-    dim, each step holding ``per_step`` words (the later dims and the words of an element). A line's weight is the product of
-    one weight per earlier dim.
+    The words are a row-major range of a box. The box is seen as lines: a line runs over ``line_steps`` indices of the
+    split dim, each step holding ``per_step`` words (the later dims and the words of an element). A line's weight is the
+    product of one weight per earlier dim.
 
     Args:
         words: Flat words; they begin at the start of a step.
         first: Number of the first step, counted row-major over the whole box.
-        table: uint32 (4, steps_in_table * per_step): low and high half of the residue of lane 0, then of lane 1, by the low
-            digit of the index along the split dim.
+        table: uint32 (4, steps_in_table * per_step): low and high half of the residue of lane 0, then of lane 1, by the
+            low digit of the index along the split dim.
         per_step: Words per step.
         line_steps: Extent of the box along the split dim.
         step_offset: Global offset of the box along the split dim.
@@ -143,4 +145,3 @@ def accumulate(words, first, table, per_step, line_steps, step_offset, sizes, we
         sums[0] = _reduce(sums[0] + mulmod(mulmod(_lane(dots[0], dots[1]), high[0, place]), w0))
         sums[1] = _reduce(sums[1] + mulmod(mulmod(_lane(dots[2], dots[3]), high[1, place]), w1))
         done += steps
-

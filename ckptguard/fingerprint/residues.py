@@ -43,7 +43,7 @@ def word_residues(lane: int) -> npt.NDArray[np.uint64]:
 
 
 def _expand(label: str, count: int) -> npt.NDArray[np.uint64]:
-    """BLAKE3's extended output for a label under the fixed context, read as little-endian 64-bit values, low 61 bits kept."""
+    """BLAKE3's extended output for a label under the fixed context: little-endian 64-bit values, low 61 bits kept."""
     from blake3 import blake3
 
     stream = blake3(label.encode(), derive_key_context=_KEY_CONTEXT).digest(length=8 * count)

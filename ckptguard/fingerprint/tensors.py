@@ -57,11 +57,36 @@ def add(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
     return (a[0] + b[0]) % PRIME, (a[1] + b[1]) % PRIME
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """Weights of a box, in the form that the loops take; ``kernels.accumulate`` says what each is.
+
+    Attributes:
+        per_step: Words per step.
+        line_steps: Steps per line: extent of the box along the split dim.
+        step_offset: Global offset of the box along the split dim.
+        table: uint32 (4, 4096 * per_step), or (4, per_step) for a 0-d box.
+        high: uint64 (2, number of ``index >> 12`` that the split dim meets).
+        sizes: int64 (dims before the split).
+        starts: int64 (dims before the split).
+        weights: uint64 (2, sum of sizes).
+    """
+
+    per_step: int
+    line_steps: int
+    step_offset: int
+    table: npt.NDArray[np.uint32]
+    high: npt.NDArray[np.uint64]
+    sizes: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+    weights: npt.NDArray[np.uint64]
+
+
 class BoxSum:
     """Weights of a box of a tensor, made once, and the weighted sums over ranges of its elements.
 
-    Holds about 16 bytes per index of the box in each dim, and a table shared with other boxes. ``of`` may be called from
-    several threads at once.
+    Holds about 16 bytes per index of the box in each dim, and a table shared with other boxes. ``of`` may be called
+    from several threads at once.
 
     Args:
         dtype: Element type.
@@ -77,22 +102,7 @@ class BoxSum:
             step *= box.size[split]
             split -= 1
         self.step_elements = max(1, step // dtype.words)
-        self._per_step = step
-        if split < 0:  # 0-d: one line of one step
-            self._line, self._offset = 1, 0
-            self._table = _zero_dim_table(dtype.words)
-            self._high = np.ones((LANES, 1), np.uint64)
-            self._sizes = self._starts = np.empty(0, np.int64)
-            self._weights = np.empty((LANES, 0), np.uint64)
-            return
-        self._line, self._offset = box.size[split], box.offset[split]
-        later = tuple((d, box.offset[d], box.size[d], shape[d]) for d in range(split + 1, len(shape)))
-        self._table = _table(split, dtype.words, later)
-        self._high = _high_weights(split, box.offset[split], box.size[split], shape[split])
-        self._sizes = np.array(box.size[:split], np.int64)
-        self._starts = np.concatenate([[0], np.cumsum(self._sizes)[:-1]]).astype(np.int64) if split else self._sizes
-        parts = [_index_weights(d, box.offset[d], box.size[d], shape[d]) for d in range(split)]
-        self._weights = np.concatenate(parts, axis=1) if parts else np.empty((LANES, 0), np.uint64)
+        self.prepared = _prepare(dtype, self.shape, box, split, step)
 
     def of(self, data: npt.NDArray[np.uint8] | memoryview, begin: int = 0) -> tuple[int, int]:
         """Sums over a range of elements.
@@ -103,16 +113,48 @@ class BoxSum:
 
         Returns:
             The sum of each lane.
+
+        Raises:
+            ValueError: The range does not begin and end between two steps, or leaves the box.
         """
         if not len(data):
             return 0, 0
         words = np.frombuffer(data, self.word_dtype)
+        p = self.prepared
+        first, begins_inside = divmod(begin, self.step_elements)
+        steps, ends_inside = divmod(words.size, p.per_step)
+        if begins_inside or ends_inside or begin < 0 or (first + steps) * self.step_elements > self.box.numel:
+            raise ValueError(
+                f"{len(data)} bytes from element {begin} on are no run of whole steps inside box {self.box}; "
+                f"a step is {self.step_elements} elements of {self.dtype}"
+            )
         sums = np.zeros(LANES, np.uint64)
         kernels.accumulate(
-            words, begin // self.step_elements, self._table, self._per_step, self._line, self._offset,
-            self._sizes, self._weights, self._starts, self._high, sums,
-        )  # fmt: skip
+            words, first, p.table, p.per_step, p.line_steps, p.step_offset, p.sizes, p.weights, p.starts, p.high, sums
+        )
         return int(sums[0]), int(sums[1])
+
+
+def _prepare(dtype: DType, shape: tuple[int, ...], box: Box, split: int, step: int) -> Prepared:
+    """Weights of a box whose lines run along dim ``split`` in steps of ``step`` words; a split of -1 is a 0-d box."""
+    none = np.empty(0, np.int64)
+    if split < 0:  # one line of one step
+        table, high = _zero_dim_table(dtype.words), np.ones((LANES, 1), np.uint64)
+        return Prepared(step, 1, 0, table, high, none, none, np.empty((LANES, 0), np.uint64))
+    offset, size = box.offset[split], box.size[split]
+    later = tuple((d, box.offset[d], box.size[d], shape[d]) for d in range(split + 1, len(shape)))
+    sizes = np.array(box.size[:split], np.int64)
+    parts = [_index_weights(d, box.offset[d], box.size[d], shape[d]) for d in range(split)]
+    return Prepared(
+        per_step=step,
+        line_steps=size,
+        step_offset=offset,
+        table=_table(split, dtype.words, later),
+        high=_high_weights(split, offset, size, shape[split]),
+        sizes=sizes,
+        starts=np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64) if split else none,
+        weights=np.concatenate(parts, axis=1) if parts else np.empty((LANES, 0), np.uint64),
+    )
 
 
 def _index_weights(dim: int, offset: int, size: int, extent: int) -> npt.NDArray[np.uint64]:
@@ -137,7 +179,7 @@ def _digits_product(dim: int, index: npt.NDArray[np.int64], chosen: Iterable[int
     return out
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=32)  # at most 4 MiB each
 def _table(dim: int, words: int, later: tuple[tuple[int, int, int, int], ...]) -> npt.NDArray[np.uint32]:
     """Residues along the split dim's lowest digit, times those of the later dims and of the words; halves as uint32."""
     lanes = []
@@ -167,7 +209,7 @@ def fingerprint_array(
     """Fingerprint of a numpy array, or its part of a global tensor's.
 
     Args:
-        array: Elements; any numpy dtype of the right itemsize, any strides.
+        array: Elements; any numpy dtype of the right itemsize, any strides, either byte order.
         dtype: What the elements are (numpy has no bfloat16 and no fp8).
         shape: Global shape; the array's own by default.
         offset: Where the array stands in the global tensor; zero by default.
@@ -183,5 +225,7 @@ def fingerprint_array(
         raise ValueError(f"box {box} is not inside a tensor of shape {list(shape)}")
     if not prod(box.size):
         return Fingerprint(dtype.name, shape, (0, 0))
+    if array.dtype.str[0] == ">":  # the words are those of little-endian bytes
+        array = array.byteswap()
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return Fingerprint(dtype.name, shape, BoxSum(dtype, shape, box).of(data))
