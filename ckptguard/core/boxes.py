@@ -6,6 +6,7 @@ A box is an offset and a size per dim, in elements of the global tensor; dim ``d
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -111,11 +112,55 @@ def overlaps(boxes: Sequence[Box]) -> Iterator[tuple[int, int]]:
         active.append(i)
 
 
+def meetings(first: Sequence[Box], second: Sequence[Box]) -> Iterator[tuple[int, int, Box]]:
+    """Yields (index in first, index in second, common part) for every pair of boxes that share an element.
+
+    The second boxes are sorted along the dim where they have the most distinct offsets, so each of the first looks at its
+    neighbours only.
+    """
+    filled = [j for j, box in enumerate(second) if box.numel]
+    if not filled:
+        return
+    dims = len(second[filled[0]].size)
+    sweep = max(range(dims), key=lambda d: len({second[j].offset[d] for j in filled}), default=None)
+    if sweep is None:
+        yield from ((i, j, box) for i, box in enumerate(first) for j in filled)
+        return
+    filled.sort(key=lambda j: second[j].offset[sweep])
+    offsets = [second[j].offset[sweep] for j in filled]
+    longest = max(second[j].size[sweep] for j in filled)
+    for i, box in enumerate(first):
+        low = bisect_right(offsets, box.offset[sweep] - longest)
+        high = bisect_left(offsets, box.end[sweep])
+        for j in filled[low:high]:
+            common = box.intersect(second[j])
+            if common is not None:
+                yield i, j, common
+
+
+def split_rows(box: Box, most: int) -> Iterator[Box]:
+    """Cuts a box into boxes of at most ``most`` elements (at least one each), in row-major order."""
+    if box.numel <= most or not box.size:
+        yield box
+        return
+    dim = next(d for d, extent in enumerate(box.size) if extent > 1)
+    row = box.numel // box.size[dim]
+    if row > most:
+        for at in range(box.size[dim]):
+            yield from split_rows(_with_dim(box, dim, box.offset[dim] + at, box.offset[dim] + at + 1), most)
+        return
+    rows = max(1, most // row)
+    for at in range(0, box.size[dim], rows):
+        yield _with_dim(box, dim, box.offset[dim] + at, box.offset[dim] + min(at + rows, box.size[dim]))
+
+
 def _is_grid(boxes: Sequence[Box], chosen: Sequence[int]) -> bool:
     """Whether boxes of one size stand on distinct cells of the grid that this size makes (so none overlap)."""
     size = boxes[chosen[0]].size
     offsets = {boxes[i].offset for i in chosen}
-    return len(offsets) == len(chosen) and all(o % s == 0 for offset in offsets for o, s in zip(offset, size, strict=True))
+    return len(offsets) == len(chosen) and all(
+        o % s == 0 for offset in offsets for o, s in zip(offset, size, strict=True)
+    )
 
 
 def missing_part(boxes: Sequence[Box], shape: Sequence[int]) -> Box | None:

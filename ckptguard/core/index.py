@@ -53,6 +53,7 @@ class Chunk:
         transforms: Stream transforms to undo first, such as ``stream.zstd/1``.
         first_element: RAW only: element of the storage at which the box's first element stands.
         strides: RAW only: elements to skip per dim; None means row-major without holes.
+        crc32: RAW only: CRC-32 of the whole span, where one is stored beside it.
     """
 
     box: Box
@@ -61,6 +62,7 @@ class Chunk:
     transforms: tuple[str, ...] = ()
     first_element: int = 0
     strides: tuple[int, ...] | None = None
+    crc32: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

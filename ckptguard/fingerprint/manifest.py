@@ -122,7 +122,9 @@ def parse(data: bytes, where: str) -> Manifest:
         manifest = _from_body(body)
         counts = len(manifest.files), sum(f.size_bytes for f in manifest.files.values())
         if counts != (body["count"], body["total_bytes"]):
-            raise ValueError(f"lists {counts[0]} files of {counts[1]} bytes, says {body['count']} of {body['total_bytes']}")
+            raise ValueError(
+                f"lists {counts[0]} files of {counts[1]} bytes, says {body['count']} of {body['total_bytes']}"
+            )
         if manifest.seal != found:
             raise ValueError(f"its content has the seal {manifest.seal[:16]}..., it says {found[:16]}...")
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:

@@ -70,14 +70,16 @@ class Reader:
             needed = _storage_elements(chunk.box.size, chunk.strides, chunk.first_element) * entry.dtype.itemsize
             if needed > chunk.span.length_bytes:
                 raise _mismatch(entry, chunk, f"{chunk.span.length_bytes} bytes are stored, {needed} are needed")
-            return Located(entry.dtype, chunk.box.size, chunk.span, chunk.first_element, chunk.strides)
+            return Located(entry.dtype, chunk.box.size, chunk.span, chunk.first_element, chunk.strides, chunk.crc32)
         if chunk.encoding is Encoding.SAFETENSORS:
             return self._in_safetensors(entry, chunk)
         where = f"{chunk.span.file}, {entry.name} {chunk.box}"
         if chunk.transforms:
             limit = entry.dtype.itemsize * chunk.box.numel + _ZIP_OVERHEAD_BYTES
             memory = self._undo(chunk.span, chunk.transforms, limit, where)
-            archive = read_torch_zip(_in_memory(memory), len(memory), where=where, file=chunk.span.file, tensor=entry.name)
+            archive = read_torch_zip(
+                _in_memory(memory), len(memory), where=where, file=chunk.span.file, tensor=entry.name
+            )
             return _located(entry, chunk, archive, memory)
         archive = self.open_zip(chunk.span, where=where, tensor=entry.name)
         return _located(entry, chunk, archive, None)
@@ -141,7 +143,9 @@ class Reader:
         where = f"{entry.span.file}, {entry.name}"
         if entry.transforms:
             data = self._undo(entry.span, entry.transforms, 1 << 30, where)
-            return read_torch_zip(_in_memory(data), len(data), where=where, file=entry.span.file, tensor=entry.name).value
+            return read_torch_zip(
+                _in_memory(data), len(data), where=where, file=entry.span.file, tensor=entry.name
+            ).value
         if entry.span.length_bytes == 0:
             return b""
         head = self.files.read_span(Span(entry.span.file, entry.span.offset_bytes, min(4, entry.span.length_bytes)))
@@ -185,7 +189,7 @@ class Reader:
         page = mmap.ALLOCATIONGRANULARITY
         start = span.offset_bytes // page * page
         self.files.size(span.file)
-        with open(self.files.root / span.file, "rb") as file:
+        with (self.files.root / span.file).open("rb") as file:
             mapped = mmap.mmap(file.fileno(), span.end_bytes - start, offset=start, prot=mmap.PROT_READ)
         return memoryview(mapped)[span.offset_bytes - start :]
 

@@ -82,7 +82,7 @@ def _stored(storage_data: dict[Any, Any]) -> dict[str, dict[tuple[int, ...] | No
     """Groups ``storage_data`` by name and offset."""
     out: dict[str, dict[tuple[int, ...] | None, Place]] = {}
     for index, info in storage_data.items():
-        offset = index.offset
+        offset = getattr(index, "offset", None)  # an object has none
         span = Span(str(info.relative_path), int(info.offset), int(info.length))
         transforms = getattr(info, "transform_descriptors", None) or ()
         out.setdefault(index.fqn, {})[None if offset is None else tuple(offset)] = (span, tuple(map(str, transforms)))

@@ -63,7 +63,12 @@ def read_run_config(reader: Reader) -> tuple[dict[str, Any], list[Problem]]:
 
 
 def gather(
-    common: Mapping[str, Any], run_config: Mapping[str, Any], *, version: str | None, optimizer: str | None, extra: Mapping[str, object]
+    common: Mapping[str, Any],
+    run_config: Mapping[str, Any],
+    *,
+    version: str | None,
+    optimizer: str | None,
+    extra: Mapping[str, object],
 ) -> Facts:
     """Puts together what common state and run_config say; args win where both speak."""
     args = as_plain(common.get("args", {}))
@@ -113,7 +118,9 @@ def read_value(reader: Reader, entry: ObjectEntry, problems: list[Problem]) -> A
     try:
         return reader.object_value(entry)
     except DamagedError as error:
-        problems.extend(error.problems or [Problem("unreadable", error.message, file=entry.span.file, tensor=entry.name)])
+        problems.extend(
+            error.problems or [Problem("unreadable", error.message, file=entry.span.file, tensor=entry.name)]
+        )
         return None
 
 

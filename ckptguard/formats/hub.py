@@ -104,7 +104,7 @@ def _no_bars() -> type[Any]:
 
 
 def _in_our_words(text: str, repo: str, revision: str | None, error: Exception) -> CkptguardError:
-    """Maps the library's errors, the most specific first: GatedRepoError is a RepositoryNotFoundError, all are OSErrors."""
+    """Maps the library's errors, most specific first: GatedRepoError is a RepositoryNotFoundError, all are OSErrors."""
     from huggingface_hub import constants, errors
 
     hub = constants.ENDPOINT
@@ -139,7 +139,7 @@ def _unreachable(text: str, error: Exception) -> EnvironmentFailedError:
     if constants.is_offline_mode():
         missing = "only in part" if type(error).__name__ == "IncompleteSnapshotError" else "not"
         return EnvironmentFailedError(
-            f"{text}: no local path, {missing} in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE forbids a download",
+            f"{text}: no local path, {missing} in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set",
             next_step="Unset HF_HUB_OFFLINE, or fill the cache from a machine with a network: 'hf download'.",
         )
     lines = str(error.__cause__ or error).strip().splitlines()

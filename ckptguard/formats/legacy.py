@@ -32,17 +32,24 @@ class LegacyTorch:
     name = "torch"
 
     def why_not(self, path: Path) -> str | None:
+        """As ``Format.why_not``."""
         if not path.is_dir():
             return "not a directory"
         folders = [p for p in path.iterdir() if RANK_FOLDER.fullmatch(p.name)]
         if not folders:
             return "no mp_rank_* directory"
-        return None if any(f.suffix == ".pt" for p in folders for f in p.iterdir()) else "mp_rank_* directories hold no .pt file"
+        return (
+            None
+            if any(f.suffix == ".pt" for p in folders for f in p.iterdir())
+            else "mp_rank_* directories hold no .pt file"
+        )
 
     def open_files(self, path: Path) -> Directory:
+        """As ``Format.open_files``."""
         return Directory(path)
 
     def read_index(self, files: Directory) -> Index:
+        """As ``Format.read_index``."""
         reader = Reader(files)
         tensors: dict[str, TensorEntry] = {}
         objects: dict[str, ObjectEntry] = {}
@@ -78,7 +85,7 @@ def _entries(name: str, archive: TorchZip) -> Iterator[TensorEntry]:
             raise DamagedError(message, problems=[Problem("missing-chunk", message, file=name, tensor=path)]) from None
         span = Span(name, record.data_bytes, record.length_bytes)
         strides = None if row_major(ref.size, ref.strides) else ref.strides
-        chunk = Chunk(whole(ref.size), span, first_element=ref.offset, strides=strides)
+        chunk = Chunk(whole(ref.size), span, first_element=ref.offset, strides=strides, crc32=record.crc32)
         yield TensorEntry(f"{name}:{path}", ref.dtype, ref.size, (chunk,))
 
 

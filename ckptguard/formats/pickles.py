@@ -17,6 +17,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ckptguard.core.dtypes import BY_NAME, BY_STORAGE_CLASS, DType
@@ -31,11 +32,18 @@ class Record:
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         if args:
-            self.args = args
+            self.__dict__["args"] = args
         self.__dict__.update(kwargs)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in vars(self).items())})"
+
+
+class PropertiesRecord(Record):
+    """torch's TensorProperties, whose pickled state is the tuple (dtype, layout, requires_grad, memory_format, pin_memory)."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.dtype = state[0] if isinstance(state, tuple) else state.get("dtype")
 
 
 class Opaque(Record):
@@ -118,7 +126,7 @@ def _bounded_bytes(*args: object) -> bytes:
     raise ValueError(f"a byte string made from {type(value).__name__}")
 
 
-def _torch_size(values: Any = ()) -> tuple[int, ...]:
+def _torch_size(values: Any = ()) -> tuple[Any, ...]:
     return tuple(values)
 
 
@@ -191,7 +199,7 @@ _RECORDS = {
     "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata",
     "megatron.core.dist_checkpointing.strategies.torch.MCoreSavePlan",
 }
-_CALLABLES: dict[str, Callable[..., Any]] = {
+_NAMED: dict[str, Callable[..., Any]] = {
     "torch.Size": _torch_size,
     "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
     "torch._utils._rebuild_tensor_v3": _rebuild_tensor_v3,
@@ -214,14 +222,13 @@ _CALLABLES: dict[str, Callable[..., Any]] = {
     "io.BytesIO": _bytes_io,
     "pathlib.PosixPath": _path,
     "pathlib.Path": _path,
-} | dict.fromkeys(
-    (
-        "torch.device torch.serialization._get_layout datetime.timedelta datetime.datetime signal.Signals "
-        "functools.partial numpy.ndarray numpy.dtype numpy.dtypes.UInt32DType numpy._core.multiarray._reconstruct "
-        "numpy._core.multiarray.scalar numpy._core.numeric._frombuffer"
-    ).split(),
-    _inert,
+}
+_INERT = (
+    "torch.device torch.serialization._get_layout datetime.timedelta datetime.datetime signal.Signals functools.partial "
+    "numpy.ndarray numpy.dtype numpy.dtypes.UInt32DType numpy._core.multiarray._reconstruct numpy._core.multiarray.scalar "
+    "numpy._core.numeric._frombuffer"
 )
+_CALLABLES = {**_NAMED, **dict.fromkeys(_INERT.split(" "), _inert)}
 # Old and new spellings of the same module.
 _SPELLINGS = {
     "__builtin__": "builtins",
@@ -277,7 +284,7 @@ class _StorageClass:
 
 def _stand_in(full: str, module: str, name: str) -> Any:
     if full in _RECORDS:
-        return type(name, (Record,), {"__slots__": ("__dict__",)})
+        return type(name, (PropertiesRecord if name == "TensorProperties" else Record,), {})
     common = f"{_SPELLINGS.get(module, module)}.{name}"
     if common in _CALLABLES:
         return _Call(_CALLABLES[common])
@@ -303,8 +310,7 @@ def memory_fence(extra_bytes: int) -> Iterator[None]:
     A pickle of a few bytes can ask for gigabytes (a huge length, a huge memo index). For the time of the block the address
     space of the process may grow by ``extra_bytes`` at most. Process-wide, so used around short, single-threaded work.
     """
-    with open("/proc/self/statm") as file:
-        now = int(file.read().split()[0]) * resource.getpagesize()
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = now + extra_bytes
     if soft != resource.RLIM_INFINITY:

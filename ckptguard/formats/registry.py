@@ -32,15 +32,24 @@ def open_checkpoint(path: str | os.PathLike[str], *, step: str | None = None) ->
         UsageError: A root with several steps and no tracker, or a step that it does not have.
         DamagedError: The format is clear, but its index cannot be read.
     """
-    where = _local(path)
+    chosen = resolve(path, step=step)
+    found = detect(chosen)
+    files = found.open_files(chosen)
+    return Checkpoint(found.read_index(files), files, Reader(files))
+
+
+def detect(chosen: Path) -> Format:
+    """The format of an iteration directory or snapshot.
+
+    Raises:
+        UnknownFormatError: None accepts it; says why for each.
+    """
+    reasons = {}
     try:
-        chosen = choose_step(where, step)
-        reasons = {}
         for candidate in FORMATS:
             reason = candidate.why_not(chosen)
             if reason is None:
-                files = candidate.open_files(chosen)
-                return Checkpoint(candidate.read_index(files), files, Reader(files))
+                return candidate
             reasons[candidate.name] = reason
     except PermissionError as error:
         raise EnvironmentFailedError(f"{error.filename}: permission denied") from error
@@ -51,13 +60,20 @@ def open_checkpoint(path: str | os.PathLike[str], *, step: str | None = None) ->
     )
 
 
-def _local(path: str | os.PathLike[str]) -> Path:
+def resolve(path: str | os.PathLike[str], *, step: str | None = None) -> Path:
+    """The directory (or single file) that a path, a root with a tracker or a hub id stands for.
+
+    Raises:
+        NotFoundError, UsageError: As ``open_checkpoint``.
+    """
     where = Path(path)
     if where.exists():
-        return where
+        return choose_step(where, step)
     if isinstance(path, str) and hub.looks_like_id(path):
-        return hub.download(path)
-    raise NotFoundError(f"{path}: no such file or directory", next_step="Check the path; a hub id has the form org/name.")
+        return choose_step(hub.download(path), step)
+    raise NotFoundError(
+        f"{path}: no such file or directory", next_step="Check the path; a hub id has the form org/name."
+    )
 
 
 def choose_step(root: Path, step: str | None) -> Path:

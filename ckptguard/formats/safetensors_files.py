@@ -54,7 +54,9 @@ def read_header(files: Directory, name: str, *, offset_bytes: int = 0) -> Header
         raise _broken(name, [f"{size} bytes are too few for a header"])
     length = int.from_bytes(files.read_span(Span(name, offset_bytes, 8)), "little")
     if length > _MAX_HEADER_BYTES or 8 + length > size:
-        raise _broken(name, [f"it says that its header has {length} bytes; the file has {size} (limit {_MAX_HEADER_BYTES})"])
+        raise _broken(
+            name, [f"it says that its header has {length} bytes; the file has {size} (limit {_MAX_HEADER_BYTES})"]
+        )
     try:
         table = json.loads(files.read_span(Span(name, offset_bytes + 8, length)), object_pairs_hook=_no_twins)
     except ValueError as error:

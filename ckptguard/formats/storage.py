@@ -16,6 +16,32 @@ from ckptguard.core.problems import Problem
 _OPEN_FILES = 256
 
 
+def write_atomically(path: Path, data: bytes) -> None:
+    """Writes a file so that it is there whole or not at all: temporary name, fsync, rename, fsync of the directory.
+
+    Raises:
+        EnvironmentFailedError: Disk full, no permission, read-only file system; nothing is left behind.
+    """
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    try:
+        with partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+        handle = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise EnvironmentFailedError(
+            f"{path}: cannot be written: {error.strerror}",
+            next_step="Free space or permission there, or write elsewhere with -o.",
+        ) from error
+
+
 class Directory:
     """Files below one directory, read by position.
 
@@ -125,7 +151,9 @@ class Directory:
     def _short(self, span: Span, size: int) -> DamagedError:
         message = f"{self.root / span.file}: {size} bytes, but bytes {span.offset_bytes} to {span.end_bytes} are needed"
         problem = Problem("size", message, file=span.file, bytes_range=(span.offset_bytes, span.end_bytes))
-        return DamagedError(message, problems=[problem], next_step="The file is cut short: get it again from its source.")
+        return DamagedError(
+            message, problems=[problem], next_step="The file is cut short: get it again from its source."
+        )
 
     def _handle(self, name: str) -> int:
         with self._lock:

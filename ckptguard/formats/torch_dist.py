@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptguard.core.errors import DamagedError, UnsupportedError
-from ckptguard.core.index import Index, ObjectEntry, Span
+from ckptguard.core.index import Facts, Index, ObjectEntry, Span
 from ckptguard.core.problems import Problem
 from ckptguard.formats import dcp, facts
 from ckptguard.formats.chunks import Reader
@@ -38,6 +38,7 @@ class TorchDist:
     name = "torch_dist"
 
     def why_not(self, path: Path) -> str | None:
+        """As ``Format.why_not``."""
         if not path.is_dir():
             return "not a directory"
         if not (path / CONFIG).is_file():
@@ -51,9 +52,11 @@ class TorchDist:
         return None
 
     def open_files(self, path: Path) -> Directory:
+        """As ``Format.open_files``."""
         return Directory(path)
 
     def read_index(self, files: Directory) -> Index:
+        """As ``Format.read_index``."""
         config = json.loads(files.read(CONFIG))
         if config["sharded_backend"] != "torch_dist":
             raise UnsupportedError(
@@ -63,8 +66,11 @@ class TorchDist:
         if dcp.METADATA not in files.listing:
             message = f"{files.root}: {CONFIG} says torch_dist, but the index {dcp.METADATA} is missing"
             problem = Problem("missing-file", message, file=dcp.METADATA)
-            raise DamagedError(message, problems=[problem], next_step="Copy the whole directory again from where it was saved.")
-        table, reader, problems = dcp.read_table(files), Reader(files), []
+            raise DamagedError(
+                message, problems=[problem], next_step="Copy the whole directory again from where it was saved."
+            )
+        table, reader = dcp.read_table(files), Reader(files)
+        problems: list[Problem] = []
         common = _common_state(reader, table, problems)
         run_config, more = facts.read_run_config(reader)
         extra = {k: v for k, v in config.items() if k != "sharded_backend"}
@@ -86,6 +92,7 @@ class Dcp:
     name = "dcp"
 
     def why_not(self, path: Path) -> str | None:
+        """As ``Format.why_not``."""
         if not path.is_dir():
             return "not a directory"
         if not (path / dcp.METADATA).is_file():
@@ -93,11 +100,14 @@ class Dcp:
         return f"has {CONFIG} too" if (path / CONFIG).is_file() else None
 
     def open_files(self, path: Path) -> Directory:
+        """As ``Format.open_files``."""
         return Directory(path)
 
     def read_index(self, files: Directory) -> Index:
-        table, reader, problems = dcp.read_table(files), Reader(files), []
-        common = {}
+        """As ``Format.read_index``."""
+        table, reader = dcp.read_table(files), Reader(files)
+        problems: list[Problem] = []
+        common: dict[str, Any] = {}
         for key in ("args", "iteration", "checkpoint_version", "content_metadata"):
             if key in table.objects:
                 common[key] = facts.read_value(reader, table.objects[key], problems)
@@ -115,10 +125,10 @@ def _flavour(table: dcp.DcpTable, common: dict[str, Any]) -> str:
     return "dcp"
 
 
-def _index(name: str, files: Directory, table: dcp.DcpTable, said: facts.Facts, problems: list[Problem]) -> Index:
+def _index(name: str, files: Directory, table: dcp.DcpTable, said: Facts, problems: list[Problem]) -> Index:
     roles = {}
     for path in files.listing:
-        role = _ROLES.get(path) or _ROLE_FOLDERS.get(path.partition("/")[0]) if path not in _ROLES else _ROLES[path]
+        role = _ROLES.get(path) or _ROLE_FOLDERS.get(path.partition("/")[0])
         if role:
             roles[path] = role
     return Index(
@@ -157,7 +167,11 @@ def _version(table: dcp.DcpTable, files: Directory, common: dict[str, Any], conf
     kind = content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None
     if table.megatron_classes:
         late = kind in ("dp_reshardable", "fully_reshardable")
-        return "0.15 (Megatron's metadata classes, new optimizer format)" if late else "0.14 or 0.15 (Megatron's metadata classes)"
+        return (
+            "0.15 (Megatron's metadata classes, new optimizer format)"
+            if late
+            else "0.14 or 0.15 (Megatron's metadata classes)"
+        )
     if kind in ("dp_reshardable", "fully_reshardable"):
         return "0.15 to 0.18 (common.pt and a new optimizer format)"
     if table.mcore_data or "mcore_data" in config:

@@ -81,7 +81,9 @@ def read_torch_zip(read_at: ReadAt, length_bytes: int, *, where: str, file: str,
         pickle = records["data.pkl"]
         order = records.get("byteorder")
         if order and read_at(order.data_bytes, order.length_bytes) != b"little":
-            raise UnsupportedError(f"{where}: was written on a big-endian machine", next_step="Save it again on a little-endian one.")
+            raise UnsupportedError(
+                f"{where}: was written on a big-endian machine", next_step="Save it again on a little-endian one."
+            )
         data = read_at(pickle.data_bytes, pickle.length_bytes)
     except (struct.error, KeyError, ValueError, UnicodeDecodeError) as error:
         reason = "it holds no data.pkl" if isinstance(error, KeyError) else str(error)
@@ -129,7 +131,9 @@ def _directory(read_at: ReadAt, length: int) -> tuple[int, int, int]:
         raise ValueError("the end-of-directory mark is missing from its last bytes")
     count, size, offset = end[4], end[5], end[6]
     if count == 0xFFFF or size == 0xFFFFFFFF or offset == 0xFFFFFFFF:
-        mark, _, where64, _ = _END64_LOCATOR.unpack(read_at(length - _END.size - _END64_LOCATOR.size, _END64_LOCATOR.size))
+        mark, _, where64, _ = _END64_LOCATOR.unpack(
+            read_at(length - _END.size - _END64_LOCATOR.size, _END64_LOCATOR.size)
+        )
         if mark != b"PK\x06\x07" or where64 + _END64.size > length:
             raise ValueError("the 64-bit end-of-directory mark is missing")
         end64 = _END64.unpack(read_at(where64, _END64.size))

@@ -1,0 +1,1 @@
+"""Running over files: workers, structure checks, fingerprints, sealing, verifying, comparing."""

@@ -1,0 +1,130 @@
+"""Looking into the files without a manifest: chunk headers against the index, pickles against the allow-list, CRCs."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ckptguard.core.errors import DamagedError, UnsupportedError
+from ckptguard.core.index import Chunk, Index, ObjectEntry, Span, TensorEntry
+from ckptguard.core.problems import Problem
+from ckptguard.engine.structure import rank_of
+from ckptguard.engine.workers import SILENT, Buffers, Progress, run
+from ckptguard.formats.base import Checkpoint
+from ckptguard.formats.chunks import Located, Reader
+
+Place = tuple[TensorEntry, Chunk]
+Found = list[tuple[Place, Located]]
+
+
+def check_headers(checkpoint: Checkpoint) -> tuple[list[Problem], Found]:
+    """Finds every chunk in its file and reads every object's pickle, inertly.
+
+    Returns:
+        The problems, and where the chunks that are sound stand.
+    """
+    problems: list[Problem] = []
+    found: Found = []
+    for place in places(checkpoint.index):
+        entry, chunk = place
+        try:
+            found.append((place, checkpoint.reader.locate(entry, chunk)))
+        except DamagedError as error:
+            problems += placed(error, chunk.span, entry, chunk)
+        except UnsupportedError as error:
+            problems.append(
+                Problem("unreadable", error.message, file=chunk.span.file, tensor=entry.name, box=chunk.box)
+            )
+    for blob in checkpoint.index.objects.values():
+        problems += check_object(checkpoint.reader, blob)
+    return problems, found
+
+
+def check_object(reader: Reader, blob: ObjectEntry) -> list[Problem]:
+    """An object's pickle against the allow-list. Objects that are no pickle at all (raw state) are left alone."""
+    try:
+        reader.object_value(blob)
+    except DamagedError as error:
+        return [
+            p
+            for p in placed(error, blob.span, None, None, name=blob.name)
+            if p.kind != "unreadable" or _is_pickle(reader, blob)
+        ]
+    except UnsupportedError as error:
+        return [Problem("unreadable", error.message, file=blob.span.file, tensor=blob.name)]
+    return []
+
+
+def _is_pickle(reader: Reader, blob: ObjectEntry) -> bool:
+    if blob.span.end_bytes > reader.files.size(blob.span.file) or blob.span.length_bytes < 2:
+        return True
+    head = reader.files.read_span(Span(blob.span.file, blob.span.offset_bytes, 2))
+    return head[:1] == b"\x80" or head == b"PK"
+
+
+def places(index: Index) -> Iterator[Place]:
+    """Every chunk whose file is there and long enough, in the order of the files."""
+    out = [(entry, chunk) for entry in index.tensors.values() for chunk in entry.chunks]
+    out.sort(key=lambda place: (place[1].span.file, place[1].span.offset_bytes))
+    for entry, chunk in out:
+        file = index.files.get(chunk.span.file)
+        if file is not None and chunk.span.end_bytes <= file.size_bytes:
+            yield entry, chunk
+
+
+def placed(
+    error: DamagedError, span: Span, entry: TensorEntry | None, chunk: Chunk | None, *, name: str | None = None
+) -> list[Problem]:
+    """The problems of an error, with tensor, box and rank filled in where they are known here."""
+    given = error.problems or (Problem("unreadable", error.message, file=span.file),)
+    return [
+        replace(
+            p,
+            file=p.file or span.file,
+            tensor=p.tensor or (entry.name if entry else name),
+            box=p.box or (chunk.box if chunk else None),
+            rank=p.rank or rank_of(span.file),
+        )
+        for p in given
+    ]
+
+
+def check_crcs(checkpoint: Checkpoint, found: Found, progress: Progress = SILENT) -> tuple[list[Problem], int]:
+    """Checks every stored CRC-32. Detects any single damaged byte of a tensor, and needs no manifest.
+
+    Returns:
+        The problems, and how many bytes had a CRC to be checked against.
+    """
+    chosen = [(place, at) for place, at in found if at.crc32 is not None]
+    total = sum(at.span.length_bytes for _, at in chosen)
+    progress.start("checking CRCs", total)
+    buffers = Buffers()
+
+    def work(item: tuple[Place, Located]) -> Problem | None:
+        (entry, chunk), at = item
+        ok = crc_matches(checkpoint.reader, at, buffers.view)
+        progress.advance(at.span.length_bytes)
+        if ok:
+            return None
+        message = f"{chunk.span.file}: {entry.name} {chunk.box}: its bytes do not match the CRC-32 stored beside them"
+        return Problem(
+            "crc", message, file=chunk.span.file, tensor=entry.name, box=chunk.box, rank=rank_of(chunk.span.file)
+        )
+
+    return [p for p in run(chosen, work) if p is not None], total
+
+
+def crc_matches(reader: Reader, at: Located, buffer: memoryview) -> bool:
+    """Whether a storage has the CRC-32 that its zip says. True where none is stored."""
+    if at.crc32 is None:
+        return True
+    if at.memory is not None:
+        return zlib.crc32(at.memory[at.span.offset_bytes : at.span.end_bytes]) == at.crc32
+    crc, done = 0, 0
+    while done < at.span.length_bytes:
+        part = buffer[: min(len(buffer), at.span.length_bytes - done)]
+        reader.files.read_into(at.span.file, at.span.offset_bytes + done, part)
+        crc = zlib.crc32(part, crc)
+        done += len(part)
+    return crc == at.crc32

@@ -1,0 +1,110 @@
+"""From damaged bytes of a file to what they are: which tensor, which box of it, written by which rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ckptguard.core.boxes import bounding_box
+from ckptguard.core.errors import DamagedError
+from ckptguard.core.index import Chunk, Index, Span, TensorEntry
+from ckptguard.core.problems import Problem
+from ckptguard.engine.contents import crc_matches
+from ckptguard.engine.structure import rank_of
+from ckptguard.engine.workers import BUFFER_BYTES
+from ckptguard.formats.base import Checkpoint
+from ckptguard.formats.chunks import Located
+
+
+@dataclass(frozen=True, slots=True)
+class _Suspect:
+    """An item that shares bytes with the damage; ``sound`` if its own CRC clears it."""
+
+    problem: Problem
+    sound: bool
+
+
+class Placer:
+    """Places damage in the files of one checkpoint, as its index describes them."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self._spans = checkpoint.index.spans()
+        self._buffer = memoryview(bytearray(BUFFER_BYTES))
+
+    def place(self, file: str, block: int, begin_bytes: int, end_bytes: int) -> list[Problem]:
+        """What stands in the damaged bytes ``[begin_bytes, end_bytes)`` of a file.
+
+        A block holds parts of several tensors when they are small; those whose own CRC-32 still matches are cleared.
+        """
+        base = f"{file}: block {block} (bytes {begin_bytes} to {end_bytes}) is not what was sealed"
+        suspects = list(self._suspects(file, block, begin_bytes, end_bytes, base))
+        guilty = [s.problem for s in suspects if not s.sound] or [s.problem for s in suspects]
+        role = self.checkpoint.index.roles.get(file)
+        if not guilty or all(s.sound for s in suspects):
+            what = f"the {role}" if role else "bytes that belong to no tensor (headers or padding)"
+            return [
+                Problem(
+                    "changed",
+                    f"{base}: {what}",
+                    file=file,
+                    block=block,
+                    bytes_range=(begin_bytes, end_bytes),
+                    rank=rank_of(file),
+                )
+            ]
+        return guilty
+
+    def _suspects(self, file: str, block: int, begin: int, end: int, base: str) -> Iterator[_Suspect]:
+        index: Index = self.checkpoint.index
+        for span, name, chunk in self._spans.get(file, ()):
+            if chunk is None:
+                if span.offset_bytes < end and span.end_bytes > begin:
+                    yield _Suspect(self._problem(base, f"object {name}", file, block, begin, end, name), False)
+                continue
+            entry = index.tensors[name]
+            try:
+                located = self._located(entry, chunk, span, begin, end)
+            except DamagedError as error:
+                text = f"{name} {chunk.box}, whose header is damaged ({error.message})"
+                yield _Suspect(self._problem(base, text, file, block, begin, end, name, chunk), False)
+                continue
+            if located is not None:
+                yield self._tensor_suspect(base, file, block, begin, end, entry, chunk, located)
+
+    def _located(self, entry: TensorEntry, chunk: Chunk, span: Span, begin: int, end: int) -> Located | None:
+        """Where the chunk's elements stand, if the chunk meets the damage at all."""
+        whole_item = chunk.encoding.value == "torch_zip"
+        if whole_item and (span.offset_bytes >= end or span.end_bytes <= begin):
+            return None
+        located = self.checkpoint.reader.locate(entry, chunk)
+        if not whole_item and (located.span.offset_bytes >= end or located.span.end_bytes <= begin):
+            return None
+        return located
+
+    def _tensor_suspect(
+        self, base: str, file: str, block: int, begin: int, end: int, entry: TensorEntry, chunk: Chunk, at: Located
+    ) -> _Suspect:
+        sound = at.crc32 is not None and crc_matches(self.checkpoint.reader, at, self._buffer)
+        box = chunk.box
+        if at.memory is None and at.strides is None and at.numel:
+            itemsize, start = at.dtype.itemsize, at.span.offset_bytes + at.first_element * at.dtype.itemsize
+            first = max(0, (begin - start) // itemsize)
+            last = min(at.numel, -(-(end - start) // itemsize))
+            if first >= last:  # the damage is in the zip's own headers
+                text = f"the headers around {entry.name} {box}"
+                return _Suspect(self._problem(base, text, file, block, begin, end, entry.name, chunk), sound)
+            box = bounding_box(chunk.box, first, last)
+        problem = Problem(
+            "changed", f"{base}: {entry.name} {box}", file=file, block=block, bytes_range=(begin, end), tensor=entry.name,
+            box=box, rank=rank_of(file),
+        )  # fmt: skip
+        return _Suspect(problem, sound)
+
+    def _problem(
+        self, base: str, text: str, file: str, block: int, begin: int, end: int, tensor: str, chunk: Chunk | None = None
+    ) -> Problem:
+        return Problem(
+            "changed", f"{base}: {text}", file=file, block=block, bytes_range=(begin, end), tensor=tensor,
+            box=chunk.box if chunk else None, rank=rank_of(file),
+        )  # fmt: skip

@@ -1,0 +1,306 @@
+"""Is the checkpoint whole, and are its bytes the ones that were written? Collects every problem, then says what was proved."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from ckptguard.core.errors import CkptguardError, DamagedError, UnknownFormatError, UsageError
+from ckptguard.core.problems import Problem
+from ckptguard.engine import contents, structure
+from ckptguard.engine.digests import changed_blocks, digest_files, size_problem
+from ckptguard.engine.fingerprints import fingerprint_checkpoint
+from ckptguard.engine.placement import Placer
+from ckptguard.engine.workers import SILENT, Buffers, Progress, run
+from ckptguard.fingerprint.manifest import FILE_NAME, FileDigest, Manifest, parse
+from ckptguard.fingerprint.tensors import Fingerprint
+from ckptguard.formats import registry
+from ckptguard.formats.base import Checkpoint
+from ckptguard.formats.chunks import Reader
+from ckptguard.formats.storage import Directory
+
+Mode = Literal["full", "quick"]
+INTEGRITY = "integrity.json"  # Megatron Core's own manifest: {"files": {name: sha256}} or {name: sha256}
+
+
+@dataclass(frozen=True, slots=True)
+class Authority:
+    """What ``--against`` says the checkpoint must be.
+
+    Attributes:
+        seal: The seal that was printed when it was sealed.
+        manifest: A manifest kept elsewhere.
+        fingerprints: Tensor fingerprints kept elsewhere, by name.
+    """
+
+    seal: str | None = None
+    manifest: Manifest | None = None
+    fingerprints: dict[str, Fingerprint] | None = None
+
+
+@dataclass(slots=True)
+class Report:
+    """What verifying found.
+
+    Attributes:
+        location: The directory that was checked.
+        format: Name of the format, or None if no index could be read.
+        seal: The manifest's seal; None if the checkpoint is not sealed.
+        proved: What was checked, in words.
+        problems: Everything that is wrong, and notes.
+        files: How many files were looked at.
+        bytes_checked: How many bytes were read for it.
+    """
+
+    location: str
+    format: str | None = None
+    seal: str | None = None
+    proved: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    files: int = 0
+    bytes_checked: int = 0
+
+    @property
+    def damaged(self) -> bool:
+        """Whether any problem is more than a note."""
+        return any(p.is_damage for p in self.problems)
+
+
+def verify(
+    path: str | Path,
+    *,
+    step: str | None = None,
+    mode: Mode = "full",
+    against: Authority | None = None,
+    progress: Progress = SILENT,
+) -> Report:
+    """Checks structure, then bytes.
+
+    Args:
+        path: A checkpoint, sealed or not.
+        step: Which iteration of a root.
+        mode: "full" compares every byte with its BLAKE3 (unsealed: the CRC-32 beside each tensor); "quick" the block digests
+            (unsealed: structure and sizes only).
+        against: What was kept elsewhere when it was sealed.
+        progress: Hears of the bytes done.
+
+    Raises:
+        NotFoundError, UnknownFormatError, UsageError: There is nothing to check.
+    """
+    against = against or Authority()
+    where = registry.resolve(path, step=step)
+    checkpoint, files, failure = _open(where)
+    report = Report(str(files.root), checkpoint.index.format if checkpoint else None, files=len(files.listing))
+    with files:
+        if failure:
+            report.problems += failure
+        manifest = _manifest(files, against, report)
+        if manifest is None and checkpoint is None:
+            return report
+        sealed = frozenset(manifest.files) | {FILE_NAME} if manifest else frozenset()
+        found = _structure(checkpoint, files, sealed, report)
+        if manifest is not None:
+            _against_manifest(files, manifest, checkpoint, mode, report, progress)
+        elif checkpoint is not None and mode == "full":
+            _unsealed(checkpoint, found, report, progress)
+        if against.fingerprints is not None:
+            _against_fingerprints(checkpoint, against.fingerprints, report, progress)
+    report.problems = _unique(report.problems)
+    return report
+
+
+def _open(where: Path) -> tuple[Checkpoint | None, Directory, list[Problem]]:
+    """Opens as far as possible: a sealed checkpoint is checked even when its index cannot be read any more."""
+    try:
+        found = registry.detect(where)
+    except UnknownFormatError:
+        if not (where / FILE_NAME).is_file():
+            raise
+        problem = Problem("unreadable", f"{where}: sealed, but no longer a checkpoint of a known format")
+        return None, Directory(where), [problem]
+    files = found.open_files(where)
+    try:
+        return Checkpoint(found.read_index(files), files, Reader(files)), files, []
+    except DamagedError as error:
+        return None, files, list(error.problems) or [Problem("unreadable", error.message)]
+
+
+def _manifest(files: Directory, against: Authority, report: Report) -> Manifest | None:
+    """The manifest to check against: the one kept elsewhere if it is given, else the checkpoint's own."""
+    own = None
+    if FILE_NAME in files.listing:
+        try:
+            own = parse(files.read(FILE_NAME), str(files.root / FILE_NAME))
+        except DamagedError as error:
+            report.problems += error.problems
+    chosen = against.manifest or own
+    expected = against.manifest.seal if against.manifest else against.seal
+    if expected is not None:
+        found = own.seal if own else "none that can be read"
+        if found != expected:
+            message = (
+                f"{FILE_NAME}: the seal is {found}, expected {expected}: the manifest is not the one that was kept"
+            )
+            report.problems.append(Problem("manifest", message, file=FILE_NAME))
+        else:
+            report.proved.append("the manifest is the one that was kept")
+    report.seal = chosen.seal if chosen else None
+    return chosen
+
+
+def _structure(
+    checkpoint: Checkpoint | None, files: Directory, sealed: frozenset[str], report: Report
+) -> contents.Found:
+    """Index and headers; returns where the sound chunks stand."""
+    if checkpoint is None:
+        report.problems += structure.links(files.listing)
+        return []
+    report.problems += structure.check(checkpoint.index, sealed=sealed)
+    problems, found = contents.check_headers(checkpoint)
+    report.problems += problems
+    report.proved.append(
+        "every element of every tensor is stored once, in files of the right size; no pickle runs code"
+    )
+    return found
+
+
+def _against_manifest(
+    files: Directory, manifest: Manifest, checkpoint: Checkpoint | None, mode: Mode, report: Report, progress: Progress
+) -> None:
+    """Missing, extra, resized and changed files, each placed as closely as it can be."""
+    present = [name for name in manifest.files if name in files.listing and files.listing[name].size_bytes >= 0]
+    for name in manifest.files.keys() - set(present):
+        text = f"{name}: missing; it was sealed with {manifest.files[name].size_bytes} bytes"
+        report.problems.append(Problem("missing-file", text, file=name, rank=structure.rank_of(name)))
+    for name in files.listing.keys() - manifest.files.keys() - {FILE_NAME}:
+        text = f"{name}: was not there when the checkpoint was sealed"
+        report.problems.append(Problem("extra-file", text, file=name, rank=structure.rank_of(name)))
+    resized = {n: p for n in present if (p := size_problem(n, manifest.files[n], files.size(n)))}
+    report.problems += resized.values()
+    progress.start("comparing blocks" if mode == "quick" else "comparing bytes", sum(files.size(n) for n in present))
+    wanted = [(name, manifest.files[name].block_bytes) for name in present]
+    changed = []
+    for outcome in digest_files(files, wanted, progress, whole=mode == "full", blocks=mode == "quick"):
+        sealed = manifest.files[outcome.name]
+        if outcome.error:
+            report.problems += outcome.error.problems
+        elif (outcome.blake3 != sealed.blake3) if mode == "full" else (outcome.blocks != sealed.blocks):
+            changed.append(outcome.name)
+        report.bytes_checked += files.size(outcome.name)
+    placer = Placer(checkpoint) if checkpoint else None
+    for name in sorted(changed):
+        report.problems += _place(files, name, manifest.files[name], placer, sized=name not in resized)
+    count = len(manifest.files)
+    what = "BLAKE3 of every byte" if mode == "full" else "XXH3 of every block"
+    report.proved.append(
+        f"{what} of {count} sealed files compared, none missing or extra" if not changed else f"{what} compared"
+    )
+
+
+def _place(files: Directory, name: str, sealed: FileDigest, placer: Placer | None, *, sized: bool) -> list[Problem]:
+    """Reads a changed file once more for its block digests, and says what stands in the changed blocks."""
+    (outcome,) = digest_files(files, [(name, sealed.block_bytes)], SILENT, whole=False, threads=1)
+    size = files.size(name)
+    runs = changed_blocks(sealed, outcome.blocks)
+    out: list[Problem] = []
+    for first, last in runs:
+        begin, end = first * sealed.block_bytes, min(last * sealed.block_bytes, max(size, sealed.size_bytes))
+        if placer is not None:
+            out += placer.place(name, first, begin, end)
+        else:
+            text = f"{name}: block {first} (bytes {begin} to {end}) is not what was sealed"
+            out.append(
+                Problem("changed", text, file=name, block=first, bytes_range=(begin, end), rank=structure.rank_of(name))
+            )
+    if not runs and sized:
+        out.append(Problem("changed", f"{name}: its bytes are not the ones that were sealed", file=name))
+    return out
+
+
+def _unsealed(checkpoint: Checkpoint, found: contents.Found, report: Report, progress: Progress) -> None:
+    """Without a manifest: Megatron's integrity.json if it is there, and the CRC-32 beside each tensor."""
+    problems, checked = contents.check_crcs(checkpoint, found, progress)
+    report.problems += problems
+    report.bytes_checked += checked
+    if checked:
+        report.proved.append(f"CRC-32 of {checked} tensor bytes compared with the one stored beside them")
+    if INTEGRITY in checkpoint.files.listing:
+        _integrity(checkpoint.files, report, progress)
+    text = "not sealed: there is no manifest to compare bytes with; `ckptguard seal` writes one"
+    report.problems.append(Problem("note", text))
+
+
+def _integrity(files: Directory, report: Report, progress: Progress) -> None:
+    """Megatron Core's SHA-256 manifest (core/dist_checkpointing/validation.py, 0.18 and later)."""
+    try:
+        table = json.loads(files.read(INTEGRITY))
+        listed = {str(k): str(v) for k, v in table.get("files", table).items() if isinstance(v, str) and len(v) == 64}
+    except (ValueError, AttributeError) as error:
+        report.problems.append(Problem("unreadable", f"{INTEGRITY}: not a manifest ({error})", file=INTEGRITY))
+        return
+    data = [n for n in files.listing if n.endswith(".distcp") or n == ".metadata"]
+    for name in sorted(set(data) - set(listed)):
+        report.problems.append(Problem("manifest", f"{INTEGRITY}: does not list {name}", file=name))
+    progress.start("comparing SHA-256", sum(files.size(n) for n in listed if n in files.listing))
+    buffers = Buffers()
+
+    def work(name: str) -> Problem | None:
+        if name not in files.listing:
+            return Problem("missing-file", f"{name}: missing; {INTEGRITY} lists it", file=name)
+        if _sha256(files, name, buffers.view, progress) != listed[name]:
+            return Problem(
+                "changed", f"{name}: its SHA-256 is not the one in {INTEGRITY}", file=name, rank=structure.rank_of(name)
+            )
+        return None
+
+    report.problems += [p for p in run(sorted(listed), work) if p]
+    report.proved.append(f"SHA-256 of {len(listed)} files compared with {INTEGRITY}")
+
+
+def _sha256(files: Directory, name: str, buffer: memoryview, progress: Progress) -> str:
+    hasher, done, size = hashlib.sha256(), 0, files.size(name)
+    while done < size:
+        part = buffer[: min(len(buffer), size - done)]
+        files.read_into(name, done, part)
+        hasher.update(part)
+        done += len(part)
+        progress.advance(len(part))
+    return hasher.hexdigest()
+
+
+def _against_fingerprints(
+    checkpoint: Checkpoint | None, expected: dict[str, Fingerprint], report: Report, progress: Progress
+) -> None:
+    if checkpoint is None:
+        raise UsageError("fingerprints cannot be compared: the checkpoint's index cannot be read")
+    try:
+        found = fingerprint_checkpoint(checkpoint, progress=progress)
+    except CkptguardError as error:
+        report.problems += getattr(error, "problems", ()) or [Problem("unreadable", error.message)]
+        return
+    for name in sorted(expected.keys() | found.keys()):
+        if name not in found:
+            report.problems.append(
+                Problem("missing-tensor", f"{name}: not in the checkpoint, expected {expected[name]}", tensor=name)
+            )
+        elif name not in expected:
+            report.problems.append(Problem("manifest", f"{name}: not among the kept fingerprints", tensor=name))
+        elif found[name] != expected[name]:
+            text = f"{name}: its fingerprint is {found[name]}, expected {expected[name]}"
+            report.problems.append(Problem("changed", text, tensor=name))
+    report.proved.append(f"fingerprints of {len(found)} tensors compared with the kept ones")
+
+
+def _unique(problems: list[Problem]) -> list[Problem]:
+    """Drops repetitions: one missing or extra file is found by the index and by the manifest."""
+    out: dict[object, Problem] = {}
+    sealed_files = {(p.kind, p.file) for p in problems if p.kind in ("missing-file", "extra-file")}
+    for problem in problems:
+        if problem.kind == "note" and problem.file and ("extra-file", problem.file) in sealed_files:
+            continue
+        by_file = problem.kind in ("missing-file", "extra-file", "escape")
+        out.setdefault((problem.kind, problem.file) if by_file else problem, problem)
+    return list(out.values())
