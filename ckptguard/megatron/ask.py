@@ -1,0 +1,114 @@
+"""Asks Megatron Core, in a process of its own: ``python -m ckptguard.megatron.ask`` with JSON on both ends.
+
+Asking changes a process for good (a fake process group, Megatron's global state, a stand-in for Transformer Engine), so
+no caller is asked to host it. Nothing is kept on disk; a question takes about 8 s, most of it imports.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ckptguard.core.errors import EnvironmentFailedError, UnsupportedError
+
+TIMEOUT_SECONDS = 900.0
+_SHOWN_LINES = 12
+
+
+def ask(
+    args: Mapping[str, object],
+    *,
+    content_metadata: Mapping[str, object] | None = None,
+    transformer_impl: str | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> dict[str, Any]:
+    """The structure of every model-parallel rank, in plain values.
+
+    Args:
+        args: Training arguments as plain values, ``Facts.args``.
+        content_metadata: Megatron's description of the stored state, for what changes key names.
+        transformer_impl: Instead of the one in the args.
+        timeout_seconds: How long Megatron may take.
+
+    Raises:
+        UnsupportedError: The args do not lead to a model; says why.
+        EnvironmentFailedError: The process ended without an answer, or ran too long.
+    """
+    question = {
+        "args": dict(args), "content_metadata": dict(content_metadata or {}), "transformer_impl": transformer_impl
+    }  # fmt: skip
+    command = [sys.executable, "-m", "ckptguard.megatron.ask"]
+    try:
+        done = subprocess.run(
+            command, input=json.dumps(question, default=str), capture_output=True, text=True, check=False,
+            env=_environment(), timeout=timeout_seconds,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise EnvironmentFailedError(f"Megatron Core did not describe the model within {timeout_seconds:g} s") from error
+    if done.returncode != 0:
+        tail = "\n".join(done.stderr.splitlines()[-_SHOWN_LINES:])
+        raise EnvironmentFailedError(f"the process that asks Megatron Core ended with code {done.returncode}:\n{tail}")
+    answer: dict[str, Any] = json.loads(done.stdout)
+    if "unsupported" in answer:
+        raise UnsupportedError(answer["unsupported"], next_step=answer["next_step"])
+    return answer
+
+
+def _environment() -> dict[str, str]:
+    """The caller's, without its ranks and its GPUs: every answer is the same with and without them."""
+    own = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    package_root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, [package_root, own.get("PYTHONPATH")]))
+    return own | {
+        "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCHDYNAMO_DISABLE": "1",
+        "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore",
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Reads a question from stdin and writes the answer to stdout; all else that is printed goes to stderr."""
+    answer_to = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    question = json.load(sys.stdin)
+    with answer_to:
+        json.dump(_answer(question), answer_to)
+
+
+def _answer(question: dict[str, Any]) -> dict[str, Any]:
+    impl = question["transformer_impl"] or question["args"].get("transformer_impl")
+    if impl == "transformer_engine" or question["args"].get("hybrid_layer_pattern"):
+        from ckptguard.megatron import te_skeleton
+
+        te_skeleton.install()
+    try:
+        from ckptguard.megatron.worker import describe
+    except ImportError as error:
+        return _refusal(f"Megatron Core cannot be imported here: {error}", "Install megatron-core 0.19 or newer.")
+    try:
+        return describe(question["args"], question["content_metadata"], question["transformer_impl"])
+    except UnsupportedError as error:
+        return _refusal(error.message, error.next_step)
+    except (
+        AssertionError, AttributeError, ImportError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError
+    ) as error:  # whatever Megatron's own checks raise; there is no common base
+        import traceback
+
+        traceback.print_exc()
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(frame.filename).name}, {frame.name}, line {frame.lineno}"
+        return _refusal(
+            f"Megatron Core refuses to build the model of the stored args: {type(error).__name__}: {error} ({where})", ""
+        )
+
+
+def _refusal(message: str, next_step: str) -> dict[str, Any]:
+    return {"unsupported": message, "next_step": next_step}
+
+
+if __name__ == "__main__":
+    main()

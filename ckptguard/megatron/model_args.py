@@ -1,0 +1,136 @@
+"""The ``args`` that a checkpoint stores, as the namespace that Megatron-LM's own model provider reads.
+
+Runs in the asking process only (``ckptguard.megatron.ask``): it imports megatron. What has no bearing on which tensors
+exist is set to what needs no kernels; what has, and cannot be taken from data alone, is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ckptguard.core.errors import UnsupportedError
+
+# Megatron-LM checks these against each other or against installed kernels; none adds, removes or shapes a tensor.
+_NEUTRAL: dict[str, Any] = {
+    "no_persist_layer_norm": True, "masked_softmax_fusion": False, "bias_gelu_fusion": False,
+    "bias_swiglu_fusion": False, "bias_dropout_fusion": False, "apply_rope_fusion": False,
+    "gradient_accumulation_fusion": False, "cross_entropy_loss_fusion": False, "moe_permute_fusion": False,
+    "moe_router_fusion": False, "fused_residual_rmsnorm": False, "memory_efficient_layer_norm": False,
+    "layernorm_zero_centered_gamma": False, "use_te_activation_func": False, "use_fused_weighted_squared_relu": False,
+    "sequence_parallel": False, "tp_comm_overlap": False, "overlap_p2p_comm": False, "delay_wgrad_compute": False,
+    "overlap_moe_expert_parallel_comm": False, "moe_shared_expert_overlap": False, "moe_enable_deepep": False,
+    "moe_token_dispatcher_type": "alltoall", "moe_router_padding_for_fp8": False,
+    "moe_router_padding_for_quantization": False, "moe_pad_expert_input_to_capacity": False,
+    "fp8": None, "fp4": None, "fp8_param_gather": False, "fp4_param_gather": False, "first_last_layers_bf16": False,
+    "recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None, "recompute_modules": None,
+    "cuda_graph_impl": "none", "cuda_graph_modules": [], "cpu_offloading_num_layers": 0,
+    "fine_grained_activation_offloading": False, "offload_modules": [], "defer_embedding_wgrad_compute": False,
+    "context_parallel_size": 1, "cp_comm_type": ["p2p"], "hierarchical_context_parallel_sizes": None,
+    "hybrid_context_parallel": False, "config_logger_dir": "", "symmetric_ar_type": None, "batch_invariant_mode": False,
+    "use_cpu_initialization": True, "perform_initialization": False, "init_model_with_meta_device": False,
+}  # fmt: skip
+
+# Without these there is no model to speak of; every Megatron-LM since 0.8 stores them.
+_NEEDED = (
+    "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "tensor_model_parallel_size",
+    "pipeline_model_parallel_size", "padded_vocab_size", "max_position_embeddings", "params_dtype", "transformer_impl",
+)  # fmt: skip
+
+# Settings that lead to files, or to layouts that GPTModelBuilder and HybridModelBuilder do not make.
+_REFUSED: dict[str, str] = {
+    "yaml_cfg": "the model is described by a YAML file that the checkpoint does not hold",
+    "heterogeneous_layers_config_path": "heterogeneous layers are described by a file outside the checkpoint",
+    "te_precision_config_file": "precision is described by a file outside the checkpoint",
+    "kitchen_config_file": "it uses Kitchen, which is not public",
+    "kitchen_recipe_number": "it uses Kitchen, which is not public",
+    "use_megatron_fsdp": "Megatron-FSDP cuts tensors by data parallel rank",
+    "use_torch_fsdp2": "FSDP2 cuts tensors by data parallel rank",
+}
+_DEFAULT_ONE = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")  # 0.19; sizes above 1 cut weights again
+
+# Classes of the values that stand as "Name(number)" among plain args, by where Megatron keeps them.
+_ENUM = re.compile(r"(\w+)\((\d+)\)")
+_TRUSTED_SPECS = ("megatron.core.", "ckptguard.testing.")
+
+
+def to_namespace(args: Mapping[str, Any], transformer_impl: str | None = None) -> Namespace:
+    """Training arguments for Megatron's config builders.
+
+    Arguments that the checkpoint's Megatron did not have yet get the default of the installed one, as
+    ``load_args_from_checkpoint`` (megatron/training/checkpointing.py, 0.19.2) leaves them.
+
+    Args:
+        args: ``Facts.args``: plain values, with dtypes by name and enums as ``AttnBackend(3)``.
+        transformer_impl: Takes the place of the stored one, for a checkpoint whose names say otherwise.
+
+    Raises:
+        UnsupportedError: Arguments are missing, or ask for what cannot be built from them; names each.
+    """
+    from megatron.training.arguments import add_megatron_arguments
+
+    given = {name: _typed(name, value) for name, value in args.items()}
+    if transformer_impl is not None:
+        given["transformer_impl"] = transformer_impl
+    _refuse(given)
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    out: dict[str, Any] = vars(parser.parse_args([])) | given
+    out |= _NEUTRAL
+    out["attention_backend"] = _no_kernels(out)
+    out["mamba_training_ssm_states_dtype"] = None
+    out["expert_tensor_parallel_size"] = out.get("expert_tensor_parallel_size") or out["tensor_model_parallel_size"]
+    if out["cp_comm_type"] is None:
+        out["cp_comm_type"] = ["p2p"]
+    return Namespace(**out)
+
+
+def _refuse(given: Mapping[str, Any]) -> None:
+    if not given:
+        raise UnsupportedError(
+            "the checkpoint stores no training args, so Megatron cannot be asked about its model",
+            next_step="Give a checkpoint that holds `args` in its common state or in mp_rank_*/model_optim_rng.pt.",
+        )
+    missing = [name for name in _NEEDED if given.get(name) is None]
+    if missing:
+        raise UnsupportedError(f"the stored args do not say {', '.join(missing)}; Megatron needs them to build the model")
+    for name, reason in _REFUSED.items():
+        if given.get(name):
+            raise UnsupportedError(f"the stored args have {name}={given[name]!r}: {reason}")
+    for name in _DEFAULT_ONE:
+        if (given.get(name) or 1) != 1:
+            raise UnsupportedError(f"the stored args have {name}={given[name]}; only 1 is supported")
+    spec = given.get("spec")
+    if spec is not None and not str(spec[0]).startswith(_TRUSTED_SPECS):
+        raise UnsupportedError(
+            f"the stored args name the layer spec {'.'.join(map(str, spec))}; only specs of megatron.core are imported",
+            next_step="A spec is code, and a checkpoint is data from somewhere: it is not run on a checkpoint's word.",
+        )
+
+
+def _typed(name: str, value: Any) -> Any:
+    """Dtypes and enums from their names; everything else stays."""
+    if name.endswith("_dtype") and isinstance(value, str):
+        dtype = getattr(torch, value.removeprefix("torch."), None)
+        return dtype if isinstance(dtype, torch.dtype) else value
+    if isinstance(value, str) and (match := _ENUM.fullmatch(value)):
+        return _enum(match[1], int(match[2]), value)
+    return value
+
+
+def _enum(kind: str, number: int, value: str) -> Any:
+    from megatron.core.transformer import enums
+
+    return getattr(enums, kind)(number) if hasattr(enums, kind) else value
+
+
+def _no_kernels(out: Mapping[str, Any]) -> Any:
+    """The attention backend: Megatron's own, which has no parameters, unless the sinks of TE's must be counted."""
+    from megatron.core.transformer.enums import AttnBackend
+
+    te = out.get("transformer_impl") == "transformer_engine"
+    return AttnBackend.auto if te else AttnBackend.unfused

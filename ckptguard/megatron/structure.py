@@ -1,0 +1,217 @@
+"""Which part of which global tensor each model-parallel rank owns, as Megatron Core itself says, and where its optimizer
+state stands. Values only; ``ask`` gets them from a process that runs Megatron.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ckptguard.core.boxes import Box
+from ckptguard.core.index import Index
+from ckptguard.megatron.ask import TIMEOUT_SECONDS, ask
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of a global tensor, and where a rank's own tensor holds it.
+
+    Attributes:
+        key: Global name, as ``torch_dist`` stores it.
+        shape: Global shape, prepended layer and expert dims included.
+        box: In the global tensor.
+        local: In the rank's own tensor, which has no prepended dims.
+        main: Whether Megatron saves this copy, where several ranks hold the same box.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    box: Box
+    local: Box
+    main: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTensor:
+    """A parameter or buffer of one rank.
+
+    Attributes:
+        name: In the rank's ``state_dict``, as legacy files name it.
+        dtype: torch's name.
+        shape: Of the rank's own tensor.
+        trainable: Whether the optimizer has state for it.
+        parts: What it is of global tensors; two for a SwiGLU ``linear_fc1`` (gate and up), one for most.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    trainable: bool
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a parameter's state stands in a bucket: elements ``[begin, end)``, row-major, counted from its start."""
+
+    tensor: LocalTensor
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """One bucket of optimizer state as it is stored, without the padding at its end.
+
+    Attributes:
+        numel: Elements stored of each state.
+        places: Its parameters in order; between two of them there may be padding.
+    """
+
+    numel: int
+    places: tuple[Place, ...]
+
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """Half-open ranges of elements that belong to no parameter."""
+        out, at = [], 0
+        for place in self.places:
+            if place.begin > at:
+                out.append((at, place.begin))
+            at = place.end
+        return (*out, (at, self.numel)) if at < self.numel else tuple(out)
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A gradient buffer of the distributed optimizer, numbered ``gbuf_idx_N`` by its position.
+
+    Attributes:
+        dtype: As the keys on disk have it: ``(torch.bfloat16, torch.float32)``, of parameters and gradients.
+        buckets: Its buckets in order.
+    """
+
+    dtype: str
+    buckets: tuple[Bucket, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankStructure:
+    """What one model-parallel rank owns.
+
+    Attributes:
+        rank: In the smallest world that has all model-parallel ranks.
+        at: Its place per axis: ``tp``, ``pp``, ``ep``, ``etp``; ``dense_dp`` and ``expert_dp``, which are 0 for the rank
+            that writes legacy files; ``dense_group`` and ``expert_group``, the ``dp_group_idx`` of its optimizers.
+        chunks: Tensors of each model chunk (several with virtual pipeline stages).
+        dense: Buffers of its dense parameters.
+        expert: Buffers of its expert parameters, which are sharded over another group.
+    """
+
+    rank: int
+    at: Mapping[str, int]
+    chunks: tuple[tuple[LocalTensor, ...], ...]
+    dense: tuple[Buffer, ...]
+    expert: tuple[Buffer, ...]
+
+
+@dataclass(frozen=True)
+class Structures:
+    """The ranks of a layout.
+
+    Attributes:
+        ranks: Every model-parallel rank.
+        megatron: Version of the Megatron Core that was asked.
+        no_buckets: Why the optimizer's buckets are not known; None if they are.
+    """
+
+    ranks: tuple[RankStructure, ...]
+    megatron: str
+    no_buckets: str | None
+
+    @cached_property
+    def has_expert_optimizer(self) -> bool:
+        """Whether ranks have two optimizers: if any rank has expert parameters, all do.
+
+        megatron/core/optimizer/__init__.py ``_get_param_groups`` aligns the parameter groups of all ranks (0.19.2).
+        """
+        return any(rank.expert for rank in self.ranks)
+
+    @cached_property
+    def global_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every global tensor of the model, by key."""
+        parts = (p for rank in self.ranks for chunk in rank.chunks for tensor in chunk for p in tensor.parts)
+        return {part.key: part.shape for part in parts}
+
+
+def rank_structures(
+    args: Mapping[str, object],
+    *,
+    content_metadata: Mapping[str, object] | None = None,
+    transformer_impl: str | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> Structures:
+    """Asks Megatron Core what each model-parallel rank owns of the model that the training args describe.
+
+    Data and context parallel ranks hold the same tensors and are left out. One process is started, without a GPU; nothing
+    of the caller's changes.
+
+    Args:
+        args: ``Facts.args``: plain values.
+        content_metadata: ``Facts.content_metadata``, for what changes key names.
+        transformer_impl: ``local`` or ``transformer_engine`` instead of what the args say.
+        timeout_seconds: How long Megatron may take.
+
+    Raises:
+        UnsupportedError: The args do not lead to a model; names what is missing or refused.
+        EnvironmentFailedError: The process failed or ran too long.
+    """
+    answer = ask(
+        args, content_metadata=content_metadata, transformer_impl=transformer_impl, timeout_seconds=timeout_seconds
+    )
+    return from_plain(answer)
+
+
+def structures_of(index: Index, *, transformer_impl: str | None = None) -> Structures:
+    """As ``rank_structures``, for an index's own args and content metadata."""
+    facts = index.facts
+    return rank_structures(facts.args, content_metadata=facts.content_metadata, transformer_impl=transformer_impl)
+
+
+def from_plain(answer: Mapping[str, Any]) -> Structures:
+    """Values from the plain form that crosses between the processes."""
+    return Structures(tuple(_rank(rank) for rank in answer["ranks"]), answer["megatron"], answer["no_buckets"])
+
+
+def _rank(plain: Mapping[str, Any]) -> RankStructure:
+    chunks = tuple(tuple(_tensor(tensor) for tensor in chunk) for chunk in plain["chunks"])
+    by_name = [{tensor.name: tensor for tensor in chunk} for chunk in chunks]
+    dense, expert = (tuple(_buffer(b, by_name) for b in kind) for kind in plain["buffers"] or ([], []))
+    return RankStructure(plain["rank"], plain["at"], chunks, dense, expert)
+
+
+def _tensor(plain: Mapping[str, Any]) -> LocalTensor:
+    parts = tuple(_part(part) for part in plain["parts"])
+    return LocalTensor(plain["name"], plain["dtype"], tuple(plain["shape"]), plain["trainable"], parts)
+
+
+def _part(plain: Mapping[str, Any]) -> Part:
+    size = tuple(plain["local_size"])
+    prepended = (1,) * (len(plain["shape"]) - len(size))
+    return Part(
+        plain["key"],
+        tuple(plain["shape"]),
+        Box(tuple(plain["offset"]), prepended + size),
+        Box(tuple(plain["local_offset"]), size),
+        plain["main"],
+    )
+
+
+def _buffer(plain: Mapping[str, Any], by_name: list[dict[str, LocalTensor]]) -> Buffer:
+    tensors = by_name[plain["chunk"]]
+    buckets = []
+    for bucket in plain["buckets"]:
+        places = sorted((begin, end, name) for name, begin, end in bucket["params"])
+        buckets.append(Bucket(bucket["numel"], tuple(Place(tensors[name], b, e) for b, e, name in places)))
+    return Buffer(plain["dtype"], tuple(buckets))

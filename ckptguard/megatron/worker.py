@@ -1,0 +1,134 @@
+"""What the asking process does: builds each rank's model on the meta device and describes it in plain values.
+
+Sources (megatron-core 0.19.2): megatron/training/models/dist_utils.py ``build_virtual_pipeline_stages`` and
+``_ddp_wrap``, megatron/training/checkpointing.py ``generate_state_dict``, megatron/core/dist_checkpointing/mapping.py.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ckptguard.core.boxes import unravel
+from ckptguard.core.errors import UnsupportedError
+from ckptguard.megatron import worker_buckets, worlds
+from ckptguard.megatron.model_args import to_namespace
+
+
+def describe(args: Mapping[str, Any], content_metadata: Mapping[str, Any], transformer_impl: str | None) -> dict[str, Any]:
+    """Structure of every model-parallel rank; the plain form of ``structure.Structures``."""
+    import megatron.core
+
+    namespace = to_namespace(args, transformer_impl)
+    config = _model_config(namespace)
+    why_not = worker_buckets.refusal(namespace, args)
+    worlds.forget_devices()
+    out = []
+    for rank in worlds.ranks(namespace):
+        chunks = _build(config)
+        described = [_describe_chunk(chunk, content_metadata, rank) for chunk in chunks]
+        buffers = [] if why_not else worker_buckets.describe(namespace, chunks)
+        out.append({"rank": rank, "at": worlds.coordinates(), "chunks": described, "buffers": buffers})
+    return {"megatron": megatron.core.__version__, "ranks": out, "no_buckets": why_not}
+
+
+def _model_config(args: Namespace) -> Any:
+    """GPTModelConfig or HybridModelConfig, as pretrain_gpt.py and pretrain_hybrid.py choose."""
+    from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
+
+    return hybrid_config_from_args(args) if args.hybrid_layer_pattern else gpt_config_from_args(args)
+
+
+def _build(config: Any) -> list[Any]:
+    """The model chunks of the current rank, in their training dtypes, on the meta device."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training.models.dist_utils import (
+        build_virtual_pipeline_stages,
+        prepare_existing_model_chunks_for_distributed_training,
+    )
+
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    transformer = config.transformer
+    with torch.device("meta"):
+        builder = config.get_builder_cls()(config)
+        stages = build_virtual_pipeline_stages(
+            builder.build_model, groups, transformer.virtual_pipeline_model_parallel_size
+        )
+        wrapped = prepare_existing_model_chunks_for_distributed_training(
+            stages, transformer, groups, wrap_with_ddp=False
+        )
+    return list(wrapped)
+
+
+def _describe_chunk(chunk: Any, content_metadata: Mapping[str, Any], rank: int) -> list[dict[str, Any]]:
+    from megatron.core import parallel_state
+
+    metadata = {
+        "singleton_local_shards": bool(content_metadata.get("singleton_local_shards", False)),
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    sharded = chunk.sharded_state_dict(metadata=metadata)
+    trainable = {id(p) for p in chunk.parameters() if p.requires_grad}
+    out = []
+    for name, tensor in chunk.state_dict_for_save_checkpoint(keep_vars=True).items():
+        if not isinstance(tensor, torch.Tensor) or name.endswith("_extra_state"):
+            continue
+        if name not in sharded:
+            raise UnsupportedError(f"Megatron does not say where {name} of rank {rank} stands in the whole model")
+        out.append(
+            {
+                "name": name,
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "shape": list(tensor.shape),
+                "trainable": id(tensor) in trainable,
+                "parts": [_part(name, tensor, shard) for shard in _shards(sharded[name])],
+            }
+        )
+    return out
+
+
+def _shards(item: Any) -> Iterator[Any]:
+    """ShardedTensors of an entry; a ShardedTensorFactory (SwiGLU, Mamba) is asked for its parts."""
+    if hasattr(item, "build"):
+        yield from _shards(item.build())
+    elif isinstance(item, Mapping):
+        for value in item.values():
+            yield from _shards(value)
+    elif isinstance(item, list | tuple):
+        for value in item:
+            yield from _shards(value)
+    elif hasattr(item, "local_shape"):
+        yield item
+
+
+def _part(name: str, tensor: torch.Tensor, shard: Any) -> dict[str, Any]:
+    """Where a ShardedTensor's data stands in the rank's own tensor, told by its storage offset and strides."""
+    view = shard.data
+    begin = view.storage_offset() - tensor.storage_offset()
+    offset = unravel(begin, tensor.shape) if tensor.dim() else ()
+    is_box = (
+        view.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+        and tensor.is_contiguous()
+        and view.dim() == tensor.dim()
+        and all(n == 1 or a == b for n, a, b in zip(view.shape, view.stride(), tensor.stride(), strict=True))
+        and all(o + n <= size for o, n, size in zip(offset, view.shape, tensor.shape, strict=True))
+    )
+    if not is_box or shard.flattened_range is not None:
+        raise UnsupportedError(f"{shard.key} is not a rectangular part of the rank's own {name}, so it cannot be read in place")
+    return {
+        "key": shard.key,
+        "shape": list(shard.global_shape),
+        "offset": list(shard.global_offset),
+        "local_offset": list(offset),
+        "local_size": list(view.shape),
+        "main": _is_main(shard.replica_id),
+    }
+
+
+def _is_main(replica_id: Any) -> bool:
+    """``is_main_replica`` of megatron/core/dist_checkpointing/mapping.py."""
+    return not any(replica_id) if isinstance(replica_id, tuple) else replica_id == 0

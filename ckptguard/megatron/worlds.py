@@ -1,0 +1,88 @@
+"""Every rank of a layout in turn, in one process: torch's ``fake`` process group and Megatron's own parallel_state.
+
+Runs in the asking process only: it changes process-wide state.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import lcm
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def forget_devices() -> None:
+    """Let Megatron's constructors name a GPU: tensors stay where they are made, on the meta device.
+
+    ``LanguageModule.setup_embeddings_and_output_layer`` moves tied weights with ``.cuda()``, token dispatchers make
+    streams, and several modules ask for ``torch.cuda.current_device()`` while they are built (megatron-core 0.19.2). For
+    good; the asking process only.
+    """
+    tensor: Any = torch.Tensor
+    tensor.cuda = lambda self, *args, **kwargs: self
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: torch.device("meta")
+    cuda.Stream = cuda.Event = lambda *args, **kwargs: None
+
+
+def world_size(args: Namespace) -> int:
+    """Ranks of the smallest world that has every model-parallel rank of the layout.
+
+    Data and context parallel ranks hold the same tensors, so they are left out. The dense grid is TP x PP, the expert
+    grid ETP x EP x PP (megatron/core/parallel_state.py ``initialize_model_parallel``, 0.19.2).
+    """
+    dense = args.tensor_model_parallel_size
+    expert = (args.expert_tensor_parallel_size or dense) * args.expert_model_parallel_size
+    return int(args.pipeline_model_parallel_size) * lcm(dense, expert)
+
+
+def ranks(args: Namespace) -> Iterator[int]:
+    """Yields each rank of the smallest world, with Megatron's groups set up for it while it is current."""
+    size = world_size(args)
+    for rank in range(size):
+        with _rank(args, rank, size):
+            yield rank
+
+
+@contextmanager
+def _rank(args: Namespace, rank: int, size: int) -> Iterator[None]:
+    from megatron.core import parallel_state
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        parallel_state.initialize_model_parallel(
+            args.tensor_model_parallel_size,
+            args.pipeline_model_parallel_size,
+            args.virtual_pipeline_model_parallel_size,
+            expert_model_parallel_size=args.expert_model_parallel_size,
+            expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+            order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+            create_gloo_process_groups=False,  # the fake backend has no gloo beside it
+        )
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def coordinates() -> dict[str, Any]:
+    """Where the current rank stands in each axis, and in the groups that decide file names and optimizer keys."""
+    from megatron.core import parallel_state as mpu
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return {
+        "tp": mpu.get_tensor_model_parallel_rank(),
+        "pp": mpu.get_pipeline_model_parallel_rank(),
+        "ep": mpu.get_expert_model_parallel_rank(),
+        "etp": mpu.get_expert_tensor_parallel_rank(),
+        "dense_dp": mpu.get_data_parallel_rank(with_context_parallel=True),
+        "expert_dp": mpu.get_expert_data_parallel_rank(),
+        "dense_group": dist.get_rank(groups.mp),
+        "expert_group": dist.get_rank(groups.tp_ep_pp),
+    }
