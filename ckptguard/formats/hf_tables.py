@@ -6,8 +6,8 @@ Sources:
       ``split_state_dict_into_shards_factory`` and ``constants.SAFETENSORS_WEIGHTS_FILE_PATTERN`` (1.33).
     * torch's ``HuggingFaceStorageWriter(save_distributed=True)`` (torch/distributed/checkpoint/hf_storage.py and
       _hf_utils.py, 2.14.1) writes ``shard-0000R-model-0000K-of-0000N.safetensors``, R from 1 per rank, no index, and in
-      each header's metadata under ``DCP_SHARDING_INFO`` the JSON ``{name: {"saved_offsets": [...]}}``. Neither the global
-      shape nor the number of ranks is stored: the shape is taken to be the largest offset + size, as by torch's reader.
+      each header's metadata under ``DCP_SHARDING_INFO`` the JSON ``{name: {"saved_offsets": [...]}}``. Neither global
+      shapes nor the number of ranks are stored: a shape is taken to be the largest offset + size, as by torch's reader.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def read_header(files: Directory, name: str, *, offset_bytes: int = 0) -> Header
         )
     try:
         table = json.loads(files.read_span(Span(name, offset_bytes + 8, length)), object_pairs_hook=_no_twins)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _broken(name, [f"its header is not JSON ({error})"]) from error
     if not isinstance(table, dict):
         raise _broken(name, ["its header is not a JSON object"])

@@ -1,8 +1,9 @@
 """A Hugging Face Hub on the loopback address, for tests: serves local directories to huggingface_hub.
 
-It speaks what ``snapshot_download`` and ``hf_hub_download`` of huggingface_hub 1.33 ask for (hf_api.py ``model_info`` and
-``list_repo_tree``, file_download.py ``get_hf_file_metadata`` and ``http_get``, utils/_http.py ``hf_raise_for_status``):
-model info and file tree at a revision, HEAD and GET of files with Range, and the error codes in ``X-Error-Code``.
+It speaks what ``snapshot_download`` and ``hf_hub_download`` of huggingface_hub 1.33 ask for (hf_api.py ``model_info``
+and ``list_repo_tree``, file_download.py ``get_hf_file_metadata`` and ``http_get``, utils/_http.py
+``hf_raise_for_status``): model info and file tree at a revision, HEAD and GET of files with Range, and the error codes in
+``X-Error-Code``.
 
     with serve_hub({"org/tiny": {"main": snapshot_dir}}) as hub:
         ... HF_ENDPOINT=hub.endpoint ...
