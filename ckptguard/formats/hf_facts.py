@@ -7,6 +7,7 @@ file names in transformers/utils/__init__.py and tokenization_utils_base.py.
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from ckptguard.core.errors import DamagedError
@@ -35,6 +36,8 @@ _SHOWN: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("tie_word_embeddings", ()),
     ("transformers_version", ()),
 )
+# Of a Trainer's checkpoint (transformers/trainer.py); all but the JSON are pickles.
+_TRAINER = re.compile(r"(optimizer|scheduler|scaler)\.pt|rng_state(_\d+)?\.pth|training_args\.bin|trainer_state\.json")
 _ROLES = {
     CONFIG: "model configuration",
     "generation_config.json": "generation defaults",
@@ -54,6 +57,7 @@ _ROLES = {
     "processor_config.json": "input processing",
     "quantize_config.json": "quantization",
     "hf_quant_config.json": "quantization",
+    "adapter_config.json": "adapter configuration",
     "README.md": "model card",
 }
 
@@ -64,6 +68,8 @@ def role_of(name: str) -> str | None:
         return "index"
     if name.endswith(".py"):
         return "code of the repository, never run"
+    if _TRAINER.fullmatch(name):
+        return "state of a transformers Trainer, not read"
     if name.startswith("additional_chat_templates/"):
         return "chat template"
     return _ROLES.get(name) or ("tokenizer" if name.endswith(".tiktoken") else None)

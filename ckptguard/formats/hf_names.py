@@ -73,9 +73,8 @@ def read_weight_map(files: Directory, problems: list[Problem]) -> WeightMap | No
     """Reads the index, if there is one; what is wrong with it is noted and the headers then speak alone."""
     found = [name for name in files.listing if name.endswith(INDEX_SUFFIX) and "/" not in name]
     name = INDEX if INDEX in found else found[0] if len(found) == 1 else None
-    for other in found:
-        if other != name:
-            problems.append(Problem("note", f"{other}: another index; it is not read", file=other))
+    others = (other for other in found if other != name)
+    problems += [Problem("note", f"{other}: another index; it is not read", file=other) for other in others]
     if name is None:
         return None
     try:

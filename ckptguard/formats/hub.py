@@ -136,7 +136,7 @@ def _in_our_words(text: str, repo: str, revision: str | None, error: Exception) 
 def _unreachable(text: str, error: Exception) -> EnvironmentFailedError:
     from huggingface_hub import constants
 
-    if constants.is_offline_mode():
+    if constants.HF_HUB_OFFLINE:
         missing = "only in part" if type(error).__name__ == "IncompleteSnapshotError" else "not"
         return EnvironmentFailedError(
             f"{text}: no local path, {missing} in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set",
@@ -145,5 +145,5 @@ def _unreachable(text: str, error: Exception) -> EnvironmentFailedError:
     lines = str(error.__cause__ or error).strip().splitlines()
     return EnvironmentFailedError(
         f"{text}: cannot be downloaded from {constants.ENDPOINT}: {lines[0] if lines else type(error).__name__}",
-        next_step="Check the network, the free space and HF_ENDPOINT, then run it again: it goes on where it stopped.",
+        next_step="Check the network, the free space and HF_ENDPOINT, then run it again: whole files are kept.",
     )

@@ -36,8 +36,8 @@ def save(folder: Path, ranks: int = 2) -> None:
 
 def _rank(folder: str, meeting: str, ranks: int, rank: int) -> None:
     import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save as save_state
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -46,7 +46,7 @@ def _rank(folder: str, meeting: str, ranks: int, rank: int) -> None:
     mesh = init_device_mesh("cpu", (ranks,))
     how = {"rows": Shard(0), "columns": Shard(1), "uneven": Shard(0)}
     sharded = {name: distribute_tensor(value, mesh, [how.get(name, Replicate())]) for name, value in state().items()}
-    dcp.save(sharded, storage_writer=HuggingFaceStorageWriter(folder, save_distributed=True))
+    save_state(sharded, storage_writer=HuggingFaceStorageWriter(folder, save_distributed=True))
     dist.destroy_process_group()
 
 

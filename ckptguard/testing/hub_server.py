@@ -2,7 +2,7 @@
 
 It speaks what ``snapshot_download`` and ``hf_hub_download`` of huggingface_hub 1.33 ask for (hf_api.py ``model_info``
 and ``list_repo_tree``, file_download.py ``get_hf_file_metadata`` and ``http_get``, utils/_http.py
-``hf_raise_for_status``): model info and file tree at a revision, HEAD and GET of files with Range, and the error codes in
+``hf_raise_for_status``): model info and file tree at a revision, HEAD and GET of files with Range, and error codes in
 ``X-Error-Code``.
 
     with serve_hub({"org/tiny": {"main": snapshot_dir}}) as hub:
@@ -117,7 +117,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         self._answer(body=False)
 
-    def log_message(self, format: str, *args: object) -> None:
+    def log_message(self, *args: object) -> None:
         """Keeps stderr clean; ``Hub.requests`` has it all."""
 
     @property

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
 from ckptguard.core.boxes import missing_part, whole
 from ckptguard.core.errors import UnknownFormatError, UnsupportedError
 from ckptguard.core.index import Index, TensorEntry
@@ -18,7 +20,6 @@ from ckptguard.core.problems import Problem
 from ckptguard.formats.base import Checkpoint
 from ckptguard.formats.registry import open_checkpoint
 from ckptguard.testing import hf_writer
-from safetensors.torch import load_file, save_file
 
 INDEX = "model.safetensors.index.json"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -27,7 +28,15 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 def of_every_dtype() -> dict[str, torch.Tensor]:
     """One tensor for each kind of element, with a 0-d and an empty one among them."""
     numbers = torch.arange(-12, 12).reshape(4, 6)
-    plain = [torch.bfloat16, torch.float32, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.bool]
+    plain = [
+        torch.bfloat16,
+        torch.float32,
+        torch.float16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.int8,
+        torch.bool,
+    ]
     out = {str(dtype).removeprefix("torch."): numbers.to(dtype) for dtype in plain}
     out["fp4"] = torch.arange(16, dtype=torch.uint8).reshape(2, 8).view(torch.float4_e2m1fn_x2)
     out["scale"] = torch.tensor(0.5, dtype=torch.bfloat16)
@@ -194,6 +203,8 @@ def test_copies_for_other_loaders_are_named_in_a_note(snapshot: Path) -> None:
         ("note", "consolidated.safetensors", None),
         ("note", "pytorch_model.bin", None),
     }
+    assert index.roles["pytorch_model.bin"] == "pickled weights, not read"
+    assert index.roles["rng_state_0.pth"] == "state of a transformers Trainer, not read"
 
 
 def test_missing_shard_is_named_with_its_tensors(snapshot: Path) -> None:
@@ -248,7 +259,8 @@ def test_total_size_is_a_note(snapshot: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 1}}', '{"weight_map": {"a": "x", "a": "y"}}', "[" * 200_000]
+    "text",
+    ["", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 1}}', '{"weight_map": {"a": "x", "a": "y"}}', "[" * 200_000],
 )
 def test_unusable_index(snapshot: Path, text: str) -> None:
     """It is a problem; the headers still tell what is there."""
