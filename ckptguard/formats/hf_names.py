@@ -125,8 +125,8 @@ def choose(names: list[str], index: WeightMap | None, problems: list[Problem]) -
             message = f"{SINGLE} is here, and an index that does not name it; loaders differ on which of them they take"
             problems.append(Problem("extra-file", message, file=SINGLE))
         chosen = sorted({*named, *related})
-    for name in names:
-        if name not in chosen and not (index is not None and name == SINGLE):
+    for name in sorted(set(names).difference(chosen)):
+        if index is None or name != SINGLE:
             message = f"{name}: not part of the model that this directory holds; it is not read"
             problems.append(Problem("note", message, file=name))
     return chosen
