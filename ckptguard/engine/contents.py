@@ -37,7 +37,8 @@ def check_headers(checkpoint: Checkpoint) -> tuple[list[Problem], Found]:
                 Problem("unreadable", error.message, file=chunk.span.file, tensor=entry.name, box=chunk.box)
             )
     for blob in checkpoint.index.objects.values():
-        problems += check_object(checkpoint.reader, blob)
+        if _in_file(checkpoint.index, blob.span):
+            problems += check_object(checkpoint.reader, blob)
     return problems, found
 
 
@@ -57,9 +58,7 @@ def check_object(reader: Reader, blob: ObjectEntry) -> list[Problem]:
 
 
 def _is_pickle(reader: Reader, blob: ObjectEntry) -> bool:
-    if blob.span.end_bytes > reader.files.size(blob.span.file) or blob.span.length_bytes < 2:
-        return True
-    head = reader.files.read_span(Span(blob.span.file, blob.span.offset_bytes, 2))
+    head = reader.files.read_span(Span(blob.span.file, blob.span.offset_bytes, min(2, blob.span.length_bytes)))
     return head[:1] == b"\x80" or head == b"PK"
 
 
@@ -67,10 +66,13 @@ def places(index: Index) -> Iterator[Place]:
     """Every chunk whose file is there and long enough, in the order of the files."""
     out = [(entry, chunk) for entry in index.tensors.values() for chunk in entry.chunks]
     out.sort(key=lambda place: (place[1].span.file, place[1].span.offset_bytes))
-    for entry, chunk in out:
-        file = index.files.get(chunk.span.file)
-        if file is not None and chunk.span.end_bytes <= file.size_bytes:
-            yield entry, chunk
+    return (place for place in out if _in_file(index, place[1].span))
+
+
+def _in_file(index: Index, span: Span) -> bool:
+    """Whether the file is there and long enough; if not, ``structure`` has said so."""
+    file = index.files.get(span.file)
+    return file is not None and 0 <= span.offset_bytes <= span.end_bytes <= file.size_bytes and file.inside
 
 
 def placed(

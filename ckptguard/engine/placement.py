@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckptguard.core.boxes import bounding_box
 from ckptguard.core.errors import DamagedError
@@ -35,13 +35,17 @@ class Placer:
     def place(self, file: str, block: int, begin_bytes: int, end_bytes: int) -> list[Problem]:
         """What stands in the damaged bytes ``[begin_bytes, end_bytes)`` of a file.
 
-        A block holds parts of several tensors when they are small; those whose own CRC-32 still matches are cleared.
+        A block holds parts of several tensors when they are small; those whose own CRC-32 still matches are cleared, unless
+        that clears all of them: then headers changed, or the file is of another save with CRCs that fit it.
         """
         base = f"{file}: block {block} (bytes {begin_bytes} to {end_bytes}) is not what was sealed"
         suspects = list(self._suspects(file, block, begin_bytes, end_bytes, base))
-        guilty = [s.problem for s in suspects if not s.sound] or [s.problem for s in suspects]
-        role = self.checkpoint.index.roles.get(file)
-        if not guilty or all(s.sound for s in suspects):
+        guilty = [s.problem for s in suspects if not s.sound]
+        if not guilty:
+            hint = " (its own CRC-32 fits: its headers changed, or it is of another save)"
+            guilty = [replace(s.problem, message=s.problem.message + hint) for s in suspects]
+        if not guilty:
+            role = self.checkpoint.index.roles.get(file)
             what = f"the {role}" if role else "bytes that belong to no tensor (headers or padding)"
             return [
                 Problem(

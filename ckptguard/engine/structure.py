@@ -61,11 +61,10 @@ def _coverage(entry: TensorEntry) -> Iterator[Problem]:
                 "overlap", message, file=inside[j].span.file, tensor=entry.name, box=boxes[i].intersect(boxes[j])
             )
     stored = sum(box.numel for box in boxes)
-    if stored < entry.numel or double:
-        gap = missing_part(boxes, entry.shape) if not double else None
-        if gap is not None:
-            message = f"{entry.name}: {gap} of shape {list(entry.shape)} is stored nowhere ({stored} of {entry.numel} elements are)"
-            yield Problem("missing-chunk", message, tensor=entry.name, box=gap)
+    gap = None if double else missing_part(boxes, entry.shape)
+    if gap is not None:
+        message = f"{entry.name}: {gap} of {list(entry.shape)} is stored nowhere ({stored} of {entry.numel} elements are)"
+        yield Problem("missing-chunk", message, tensor=entry.name, box=gap)
 
 
 def _spans(index: Index) -> Iterator[Problem]:

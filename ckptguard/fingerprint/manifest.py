@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -100,7 +101,7 @@ class Manifest:
 
         body = self._body()
         body["seal"] = self.seal
-        return zstandard.ZstdCompressor(level=6).compress(_canonical(body))
+        return zstandard.ZstdCompressor(level=6, write_checksum=True).compress(_canonical(body))
 
 
 def parse(data: bytes, where: str) -> Manifest:
@@ -117,7 +118,7 @@ def parse(data: bytes, where: str) -> Manifest:
     try:
         body = json.loads(_decompress(data))
         found = body.pop("seal")
-        if body["format"] != FORMAT:
+        if body["format"] != FORMAT and re.fullmatch(r"ckptguard-manifest/\d+", str(body["format"])):
             raise UnsupportedError(f"{where}: format {body['format']!r}; this ckptguard reads {FORMAT}")
         manifest = _from_body(body)
         counts = len(manifest.files), sum(f.size_bytes for f in manifest.files.values())
@@ -144,13 +145,16 @@ def _decompress(data: bytes) -> bytes:
     if not data:
         raise ValueError("it is empty")
     try:
-        with zstandard.ZstdDecompressor().stream_reader(data) as reader:
-            out = bytes(reader.read(_MAX_JSON_BYTES))
-            if reader.read(1):
-                raise ValueError(f"it unpacks to more than {_MAX_JSON_BYTES} bytes")
-            return out
+        size = zstandard.get_frame_parameters(data).content_size
+        if size > _MAX_JSON_BYTES:  # an unknown size is the largest 64-bit number
+            raise ValueError(f"it does not say a size below {_MAX_JSON_BYTES} bytes")
+        stream = zstandard.ZstdDecompressor().decompressobj()
+        out = stream.decompress(data)
     except zstandard.ZstdError as error:
         raise ValueError(f"it cannot be unpacked: {error}") from error
+    if not stream.eof or stream.unused_data or len(out) != size:
+        raise ValueError(f"it unpacks to {len(out)} of {size} bytes, with {len(stream.unused_data)} bytes left over")
+    return out
 
 
 def _from_body(body: dict[str, Any]) -> Manifest:

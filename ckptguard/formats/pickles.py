@@ -13,9 +13,9 @@ from __future__ import annotations
 import io
 import pickle
 import resource
+import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from ckptguard.core.dtypes import BY_NAME, BY_STORAGE_CLASS, DType
 from ckptguard.core.errors import DamagedError, UnsafePickleError
 from ckptguard.core.problems import Problem
 
-_FENCE_BYTES = 1 << 30
+_FENCE_BYTES = 4 << 30  # the index of a million chunks unpickles to about 2 GiB
 
 
 class Record:
@@ -71,7 +71,7 @@ class Opaque(Record):
 
     def plain(self) -> object:
         """The value of an enum member, else the origin with the attributes; for display."""
-        args = getattr(self, "args", ())
+        args: Any = getattr(self, "args", ())
         if len(args) == 1 and len(vars(self)) == 1 and isinstance(args[0], int | str):
             return f"{self.origin.rsplit('.', 1)[-1]}({args[0]})"
         return {"class": self.origin, **vars(self)} if vars(self) else self.origin
@@ -303,23 +303,38 @@ class _RefusedError(Exception):
     """Carries the refused name out of the C unpickler."""
 
 
-@contextmanager
-def memory_fence(extra_bytes: int) -> Iterator[None]:
+class _Fence:
     """Turns an allocation far beyond the input's size into a MemoryError instead of an out-of-memory kill.
 
-    A pickle of a few bytes can ask for gigabytes (a huge length, a huge memo index). For the time of the block the address
-    space of the process may grow by ``extra_bytes`` at most. Process-wide, so used around short, single-threaded work.
+    A pickle of a few bytes can ask for gigabytes (a huge length, a huge memo index). Inside the block the address space of
+    the process may grow by ``_FENCE_BYTES`` at most. The limit is the process's: threads inside at once share one fence, and
+    the last to leave takes it down.
     """
-    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = now + extra_bytes
-    if soft != resource.RLIM_INFINITY:
-        limit = min(limit, soft)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._before = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._inside += 1
+            if self._inside > 1:
+                return
+            self._before = resource.getrlimit(resource.RLIMIT_AS)
+            now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            soft, hard = self._before
+            limit = now + _FENCE_BYTES
+            resource.setrlimit(resource.RLIMIT_AS, (limit if soft == resource.RLIM_INFINITY else min(limit, soft), hard))
+
+    def __exit__(self, *exc: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                resource.setrlimit(resource.RLIMIT_AS, self._before)
+
+
+_FENCE = _Fence()
 
 
 def load(data: bytes, *, where: str, file: str | None = None, tensor: str | None = None) -> Any:
@@ -339,7 +354,7 @@ def load(data: bytes, *, where: str, file: str | None = None, tensor: str | None
         DamagedError: It is not a complete pickle, or asks for far more memory than its size explains.
     """
     try:
-        with memory_fence(_FENCE_BYTES + 64 * len(data)):
+        with _FENCE:
             return _Unpickler(io.BytesIO(data), {}).load()
     except _RefusedError as error:
         message = f"{where}: its pickle names {error}, which no checkpoint needs; nothing was run"

@@ -135,12 +135,18 @@ def _index(name: str, files: Directory, table: dcp.DcpTable, said: Facts, proble
         format=name,
         location=str(files.root),
         tensors=table.tensors,
-        objects=table.objects,
+        objects={**table.objects, **_side_files(files)},
         files=files.listing,
         roles=roles,
         facts=said,
         problems=(*table.problems, *problems),
     )
+
+
+def _side_files(files: Directory) -> dict[str, ObjectEntry]:
+    """Files of torch.save beside the shards (common.pt, train_state.pt, Energon's): objects too, so their pickles are checked."""
+    names = [name for name in files.listing if name.endswith(".pt") and files.listing[name].inside]
+    return {name: ObjectEntry(name, Span(name, 0, files.size(name))) for name in names}
 
 
 def _common_state(reader: Reader, table: dcp.DcpTable, problems: list[Problem]) -> dict[str, Any]:
