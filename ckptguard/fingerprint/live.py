@@ -11,7 +11,7 @@ torch is imported when a function is called, not with this module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -134,7 +134,7 @@ def _on_cpu(tensor: torch.Tensor, dtype: DType, shape: tuple[int, ...], box: Box
     weights = BoxSum(dtype, shape, box)
     sums = [0, 0]
     for begin, _, part in _readable(tensor, dtype, in_place=tensor.device.type == "cpu"):
-        data = part.cpu().reshape(-1).view(torch.uint8).numpy()
+        data = part.cpu().view(torch.uint8).numpy()
         for lane, value in enumerate(weights.of(data, begin)):
             sums[lane] = (sums[lane] + value) % PRIME
     return sums[0], sums[1]
@@ -149,14 +149,14 @@ def _on_gpu(tensor: torch.Tensor, dtype: DType, shape: tuple[int, ...], box: Box
     word = torch.uint8 if dtype.word_bytes == 1 else torch.uint16
     partials = []
     for _, inside, part in _readable(tensor, dtype, in_place=True):
-        words = part.reshape(-1).view(word)
+        words = part.view(word)
         placed = Box(tuple(a + b for a, b in zip(box.offset, inside.offset, strict=True)), inside.size)
         partials.append(triton_kernel.partial_sums(words, dtype, shape, placed))
     return triton_kernel.reduce(torch.cat(partials, dim=1) if len(partials) > 1 else partials[0])
 
 
 def _readable(tensor: torch.Tensor, dtype: DType, in_place: bool) -> Iterator[tuple[int, Box, torch.Tensor]]:
-    """Yields the parts of a tensor as contiguous tensors of plain bits: (first element, box, elements).
+    """Yields the parts of a tensor as flat contiguous tensors of plain bits: (first element, box, elements).
 
     The bits are viewed as integers, because copying some packed types is not implemented, and a copy of integers keeps
     NaN payloads for certain. Conjugates and negatives that torch has put off are carried out first.
@@ -164,16 +164,19 @@ def _readable(tensor: torch.Tensor, dtype: DType, in_place: bool) -> Iterator[tu
     import torch
 
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[dtype.itemsize]
-    lazy = tensor.is_conj() or tensor.is_neg()
-    if in_place and tensor.is_contiguous() and not lazy:
-        yield 0, Box((0,) * tensor.dim(), tuple(tensor.shape)), tensor.view(bits)
+    if in_place and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+        yield 0, Box((0,) * tensor.dim(), tuple(tensor.shape)), _flat(tensor.view(bits))
         return
-    materialise: Callable[[torch.Tensor], torch.Tensor] = lambda part: part.resolve_conj().resolve_neg()  # noqa: E731
     for begin, box in slabs(tuple(tensor.shape), max(1, SLAB_BYTES // dtype.itemsize)):
         part = tensor
         for dim, (start, length) in enumerate(zip(box.offset, box.size, strict=True)):
             part = part.narrow(dim, start, length)
-        yield begin, box, (materialise(part) if lazy else part).view(bits).contiguous()
+        yield begin, box, _flat(part.resolve_conj().resolve_neg().view(bits).contiguous())
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor in one dim of stride 1. ``reshape`` keeps the odd stride that a dim of extent 1 may have."""
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def slabs(size: Sequence[int], limit: int) -> Iterator[tuple[int, Box]]:
