@@ -22,7 +22,8 @@ from random import Random
 
 import numpy as np
 import torch
-from fingerprint_mutations import KINDS, Bytes, Kind, Part
+from fingerprint_mutations import KINDS
+from fingerprint_parts import Bytes, Kind, Part
 
 from ckptguard.core.boxes import Box
 from ckptguard.core.dtypes import BY_NAME, DType
@@ -167,7 +168,7 @@ def table(tallies: dict[str, Tally]) -> str:
         f"{'difference':31} {'trials':>9} {'misses':>6} {'=sums':>7} {'redrawn':>8} | {'sample':>6} {'XOR misses':>10}"
     )
     lines = [head + f" {'hash_tensor misses':>20} {'false alarms':>12}"]
-    for name, t in (tallies | {"all": total}).items():
+    for name, t in (tallies | {"total": total}).items():
         peers = f"{t.sample:>6} {t.xor_misses:>10} {t.hash_misses:>11} of {t.hash_sample:>5} {t.false_alarms:>12}"
         lines.append(f"{name:31} {t.trials:>9} {t.misses:>6} {t.equal_sums:>7} {t.redrawn:>8} | {peers}")
     return "\n".join(lines)
