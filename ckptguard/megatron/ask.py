@@ -44,12 +44,14 @@ def ask(
     }  # fmt: skip
     command = [sys.executable, "-m", "ckptguard.megatron.ask"]
     try:
-        done = subprocess.run(
+        done = subprocess.run(  # noqa: S603 - our own interpreter and module
             command, input=json.dumps(question, default=str), capture_output=True, text=True, check=False,
             env=_environment(), timeout=timeout_seconds,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
-        raise EnvironmentFailedError(f"Megatron Core did not describe the model within {timeout_seconds:g} s") from error
+        raise EnvironmentFailedError(
+            f"Megatron Core did not describe the model within {timeout_seconds:g} s"
+        ) from error
     if done.returncode != 0:
         tail = "\n".join(done.stderr.splitlines()[-_SHOWN_LINES:])
         raise EnvironmentFailedError(f"the process that asks Megatron Core ended with code {done.returncode}:\n{tail}")
@@ -94,7 +96,14 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
     except UnsupportedError as error:
         return _refusal(error.message, error.next_step)
     except (
-        AssertionError, AttributeError, ImportError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError
+        AssertionError,
+        AttributeError,
+        ImportError,
+        KeyError,
+        NotImplementedError,
+        RuntimeError,
+        TypeError,
+        ValueError,
     ) as error:  # whatever Megatron's own checks raise; there is no common base
         import traceback
 
@@ -102,7 +111,8 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{Path(frame.filename).name}, {frame.name}, line {frame.lineno}"
         return _refusal(
-            f"Megatron Core refuses to build the model of the stored args: {type(error).__name__}: {error} ({where})", ""
+            f"Megatron Core refuses to build the model of the stored args: {type(error).__name__}: {error} ({where})",
+            "",
         )
 
 

@@ -55,7 +55,9 @@ def layouts_in(structures: Structures) -> dict[str, Bucket]:
 def refuse_unknown(structures: Structures) -> None:
     """Raises if the optimizer's buckets could not be derived."""
     if structures.no_buckets:
-        raise UnsupportedError(f"the optimizer's buckets cannot be derived from the stored args: {structures.no_buckets}")
+        raise UnsupportedError(
+            f"the optimizer's buckets cannot be derived from the stored args: {structures.no_buckets}"
+        )
 
 
 def _keys(group: str, buffers: tuple[Buffer, ...]) -> dict[str, Bucket]:

@@ -8,37 +8,18 @@ state by the first rank of the group that shards it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from ckptguard.core.boxes import Box
-from ckptguard.core.dtypes import DType
 from ckptguard.core.errors import UnsupportedError
-from ckptguard.core.index import Chunk, Index, TensorEntry
+from ckptguard.core.index import Index, TensorEntry
 from ckptguard.core.problems import Problem
 from ckptguard.megatron import legacy_optimizer
-from ckptguard.megatron.structure import Part, RankStructure, Structures, structures_of
+from ckptguard.megatron.legacy_parts import Gathered, ReplicaGroup, cut, folder_of
+from ckptguard.megatron.structure import Structures, structures_of
 
 _SHOWN = 4
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaGroup:
-    """Copies of one box of a global tensor, held by several ranks. They ought to be equal; nobody has looked.
-
-    Attributes:
-        name: Global name.
-        dtype: Element type.
-        shape: Global shape.
-        kept: The copy that the index has: the one that Megatron would save.
-        others: The further copies.
-    """
-
-    name: str
-    dtype: DType
-    shape: tuple[int, ...]
-    kept: Chunk
-    others: tuple[Chunk, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,43 +35,6 @@ class GlobalView:
     index: Index
     replicas: tuple[ReplicaGroup, ...]
     structures: Structures
-
-
-@dataclass(slots=True)
-class Gathered:
-    """Copies of each box of each global tensor, as they are found."""
-
-    copies: dict[tuple[str, Box], list[tuple[bool, Chunk]]] = field(default_factory=dict)
-    shapes: dict[str, tuple[tuple[int, ...], DType]] = field(default_factory=dict)
-
-    def add(self, name: str, part: Part, stored: TensorEntry, chunk: Chunk) -> None:
-        """Notes one copy.
-
-        Raises:
-            UnsupportedError: The tensor has another dtype on another rank.
-        """
-        known = self.shapes.setdefault(name, (part.shape, stored.dtype))
-        if known != (part.shape, stored.dtype):
-            raise UnsupportedError(
-                f"{stored.name} is {stored.dtype}, but other ranks hold {name} as {known[1]}; one global tensor has one dtype"
-            )
-        self.copies.setdefault((name, part.box), []).append((part.main, chunk))
-
-    def result(self) -> tuple[dict[str, TensorEntry], tuple[ReplicaGroup, ...]]:
-        """The global tensors with one chunk per box, and the boxes of which there are more copies."""
-        chunks: dict[str, list[Chunk]] = {}
-        replicas = []
-        for (name, _), found in self.copies.items():
-            kept = next((chunk for main, chunk in found if main), found[0][1])
-            chunks.setdefault(name, []).append(kept)
-            others = tuple(chunk for _, chunk in found if chunk is not kept)
-            if others:
-                shape, dtype = self.shapes[name]
-                replicas.append(ReplicaGroup(name, dtype, shape, kept, others))
-        tensors = {
-            name: TensorEntry(name, self.shapes[name][1], self.shapes[name][0], tuple(boxes)) for name, boxes in chunks.items()
-        }
-        return tensors, tuple(replicas)
 
 
 def to_global(index: Index) -> Index:
@@ -114,7 +58,9 @@ def to_global_view(index: Index, *, structures: Structures | None = None) -> Glo
         EnvironmentFailedError: The process that asks failed.
     """
     if index.format != "torch":
-        raise UnsupportedError(f"{index.location}: only legacy `torch` files have names per rank, this is {index.format}")
+        raise UnsupportedError(
+            f"{index.location}: only legacy `torch` files have names per rank, this is {index.format}"
+        )
     if structures is None:
         structures = structures_of(index, transformer_impl=_impl_by_names(index))
     gathered = Gathered()
@@ -122,28 +68,18 @@ def to_global_view(index: Index, *, structures: Structures | None = None) -> Glo
     done, notes = legacy_optimizer.place(index, structures, gathered)
     tensors, replicas = gathered.result()
     rest = {name: entry for name, entry in index.tensors.items() if name not in placed and name not in done}
-    kept, more = _leftovers(index.location, rest)
+    kept, more = _leftovers(rest)
     view = replace(index, tensors=tensors | kept).with_problems(*notes, *more)
     return GlobalView(view, replicas, structures)
 
 
 def _impl_by_names(index: Index) -> str | None:
-    """What the files' names say about the layer spec, where the args could not tell: norms fused into linears are TE's."""
-    fused = any(name.endswith(("linear_qkv.layer_norm_weight", "linear_fc1.layer_norm_weight")) for name in index.tensors)
-    plain = any(name.endswith(("input_layernorm.weight", "pre_mlp_layernorm.weight")) for name in index.tensors)
-    if fused:
+    """What the names say about the layer spec: norms fused into linears are TE's, one beside a plain QKV is not."""
+    if any(name.endswith(".layer_norm_weight") for name in index.tensors):
         return "transformer_engine"
-    return "local" if plain and not any(".mlp.router." in name for name in index.tensors) else None
-
-
-def folder_of(rank: RankStructure, structures: Structures) -> str:
-    """``mp_rank_TT[_PPP][_EEE]``, as ``get_checkpoint_name`` makes it."""
-    name = f"mp_rank_{rank.at['tp']:02d}"
-    if any(other.at["pp"] for other in structures.ranks):
-        name += f"_{rank.at['pp']:03d}"
-    if any(other.at["ep"] for other in structures.ranks):
-        name += f"_{rank.at['ep']:03d}"
-    return name
+    plain = any(name.endswith(".input_layernorm.weight") for name in index.tensors)
+    qkv = any(name.endswith(".self_attention.linear_qkv.weight") for name in index.tensors)
+    return "local" if plain and qkv else None
 
 
 def _weights(index: Index, structures: Structures, gathered: Gathered) -> set[str]:
@@ -175,14 +111,18 @@ def _weights(index: Index, structures: Structures, gathered: Gathered) -> set[st
 def is_weight(name: str) -> bool:
     """Whether a legacy tensor is a weight (or a buffer beside the weights), by its path inside the file."""
     head, _, rest = name.partition(":")[2].partition(".")
-    return head.startswith("model") and head[5:].isdigit() | (not head[5:]) and not rest.endswith("_extra_state")
+    return bool(re.fullmatch(r"model\d*", head)) and not rest.endswith("_extra_state")
 
 
 def _refuse_other_model(location: str, missing: list[str], wrong: list[str], extra: list[str]) -> None:
     """Raises if Megatron's model has other tensors than the files: then its word on where they stand is worth nothing."""
     said = [
         f"{len(names)} {what}: {'; '.join(names[:_SHOWN])}"
-        for what, names in (("that it has are not stored", missing), ("differ", wrong), ("that are stored it has not", extra))
+        for what, names in (
+            ("that it has are not stored", missing),
+            ("differ", wrong),
+            ("that are stored it has not", extra),
+        )
         if names
     ]
     if said:
@@ -193,40 +133,16 @@ def _refuse_other_model(location: str, missing: list[str], wrong: list[str], ext
         )
 
 
-def cut(stored: TensorEntry, box: Box, local: Box, *, first: int = 0, shape: tuple[int, ...] | None = None) -> Chunk:
-    """A chunk for part of a rank's tensor, in place.
-
-    Args:
-        stored: The rank's tensor, or the 1-D state that holds it.
-        box: What the part is in the global tensor.
-        local: What it is in the rank's tensor.
-        first: Element of the 1-D state at which the rank's tensor begins.
-        shape: Shape of the rank's tensor inside the 1-D state; ``stored``'s own by default.
-    """
-    (chunk,) = stored.chunks
-    own = chunk.strides if shape is None and chunk.strides is not None else _row_major(shape or stored.shape)
-    begin = chunk.first_element + first + sum(o * s for o, s in zip(local.offset, own, strict=True))
-    strides = (0,) * (len(box.size) - len(own)) + own
-    dense = all(n == 1 or a == b for n, a, b in zip(box.size, strides, _row_major(box.size), strict=True))
-    return replace(chunk, box=box, first_element=begin, strides=None if dense else strides)
-
-
-def _row_major(size: tuple[int, ...]) -> tuple[int, ...]:
-    out, step = [], 1
-    for extent in reversed(size):
-        out.append(step)
-        step *= extent
-    return tuple(reversed(out))
-
-
-def _leftovers(location: str, rest: Mapping[str, TensorEntry]) -> tuple[dict[str, TensorEntry], list[Problem]]:
+def _leftovers(rest: Mapping[str, TensorEntry]) -> tuple[dict[str, TensorEntry], list[Problem]]:
     """What has no global name: kept under the rank's name if it is optimizer state, and told in any case."""
     kept = {n: e for n, e in rest.items() if "distrib_optim.pt:" in n or n.partition(":")[2].startswith("optimizer.")}
     gone = [name for name in rest if name not in kept]
     notes = []
     if gone:
         notes.append(
-            _note(f"{len(gone)} tensors are listed as part of their files only, as torch_dist has them as objects", gone)
+            _note(
+                f"{len(gone)} tensors are listed as part of their files only, as torch_dist has them as objects", gone
+            )
         )
     if kept:
         notes.append(_note(f"{len(kept)} tensors of optimizer state keep the names of their rank", kept))

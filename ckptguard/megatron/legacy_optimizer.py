@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ckptguard.core.index import Index, TensorEntry
 from ckptguard.core.problems import Problem
+from ckptguard.megatron.legacy_parts import Gathered, cut, folder_of
 from ckptguard.megatron.structure import Buffer, Place, RankStructure, Structures
-
-if TYPE_CHECKING:
-    from ckptguard.megatron.legacy_names import Gathered
 
 FILE = "distrib_optim.pt"
 _PATH = re.compile(r"(?:(\d+)\.)?(\d+)\.(\([^)]*\))\.(\w+)")
@@ -67,16 +64,12 @@ def _buffers(structures: Structures) -> Iterator[tuple[tuple[str, int, int, str]
 def _of(
     rank: RankStructure, structures: Structures, buffers: tuple[Buffer, ...], optimizer: int, axis: str
 ) -> Iterator[tuple[tuple[str, int, int, str], Buffer]]:
-    from ckptguard.megatron.legacy_names import folder_of
-
     if rank.at[axis] == 0:
         for number, buffer in enumerate(buffers):
             yield (folder_of(rank, structures), optimizer, number, buffer.dtype), buffer
 
 
 def _spread(state: str, buffer: Buffer, entry: TensorEntry, gathered: Gathered) -> None:
-    from ckptguard.megatron.legacy_names import cut
-
     for place_, first in _places(buffer):
         tensor = place_.tensor
         for part in tensor.parts:

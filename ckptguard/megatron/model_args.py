@@ -33,6 +33,7 @@ _NEUTRAL: dict[str, Any] = {
     "fine_grained_activation_offloading": False, "offload_modules": [], "defer_embedding_wgrad_compute": False,
     "context_parallel_size": 1, "cp_comm_type": ["p2p"], "hierarchical_context_parallel_sizes": None,
     "hybrid_context_parallel": False, "config_logger_dir": "", "symmetric_ar_type": None, "batch_invariant_mode": False,
+    "tensor_parallel_num_weight_shards": None, "expert_tensor_parallel_num_weight_shards": None,
     "use_cpu_initialization": True, "perform_initialization": False, "init_model_with_meta_device": False,
 }  # fmt: skip
 
@@ -97,7 +98,9 @@ def _refuse(given: Mapping[str, Any]) -> None:
         )
     missing = [name for name in _NEEDED if given.get(name) is None]
     if missing:
-        raise UnsupportedError(f"the stored args do not say {', '.join(missing)}; Megatron needs them to build the model")
+        raise UnsupportedError(
+            f"the stored args do not say {', '.join(missing)}; Megatron needs them to build the model"
+        )
     for name, reason in _REFUSED.items():
         if given.get(name):
             raise UnsupportedError(f"the stored args have {name}={given[name]!r}: {reason}")

@@ -1,5 +1,6 @@
-"""Which part of which global tensor each model-parallel rank owns, as Megatron Core itself says, and where its optimizer
-state stands. Values only; ``ask`` gets them from a process that runs Megatron.
+"""Which part of which global tensor each model-parallel rank owns, as Megatron Core itself says.
+
+And where its optimizer state stands. Values only; ``ask`` gets them from a process that runs Megatron.
 """
 
 from __future__ import annotations
@@ -187,8 +188,8 @@ def from_plain(answer: Mapping[str, Any]) -> Structures:
 def _rank(plain: Mapping[str, Any]) -> RankStructure:
     chunks = tuple(tuple(_tensor(tensor) for tensor in chunk) for chunk in plain["chunks"])
     by_name = [{tensor.name: tensor for tensor in chunk} for chunk in chunks]
-    dense, expert = (tuple(_buffer(b, by_name) for b in kind) for kind in plain["buffers"] or ([], []))
-    return RankStructure(plain["rank"], plain["at"], chunks, dense, expert)
+    buffers = [tuple(_buffer(buffer, by_name) for buffer in kind) for kind in plain["buffers"]] or [(), ()]
+    return RankStructure(plain["rank"], plain["at"], chunks, buffers[0], buffers[1])
 
 
 def _tensor(plain: Mapping[str, Any]) -> LocalTensor:

@@ -7,6 +7,8 @@ and ``LayerNormLinear`` have ``weight``, ``bias``, ``layer_norm_weight``, ``laye
 ``weight0``, ``bias0`` and so on.
 """
 
+# ruff: noqa: ARG001, ARG002, ARG005 - signatures are those of the real classes, whose callers name every argument
+
 from __future__ import annotations
 
 import contextlib
@@ -184,7 +186,9 @@ def _placeholder(name: str) -> Any:
 
 
 class _Package(ModuleType):
-    __path__: list[str] = []
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -18,10 +19,10 @@ from ckptguard.megatron import worker_buckets, worlds
 from ckptguard.megatron.model_args import to_namespace
 
 
-def describe(args: Mapping[str, Any], content_metadata: Mapping[str, Any], transformer_impl: str | None) -> dict[str, Any]:
+def describe(
+    args: Mapping[str, Any], content_metadata: Mapping[str, Any], transformer_impl: str | None
+) -> dict[str, Any]:
     """Structure of every model-parallel rank; the plain form of ``structure.Structures``."""
-    import megatron.core
-
     namespace = to_namespace(args, transformer_impl)
     config = _model_config(namespace)
     why_not = worker_buckets.refusal(namespace, args)
@@ -32,7 +33,7 @@ def describe(args: Mapping[str, Any], content_metadata: Mapping[str, Any], trans
         described = [_describe_chunk(chunk, content_metadata, rank) for chunk in chunks]
         buffers = [] if why_not else worker_buckets.describe(namespace, chunks)
         out.append({"rank": rank, "at": worlds.coordinates(), "chunks": described, "buffers": buffers})
-    return {"megatron": megatron.core.__version__, "ranks": out, "no_buckets": why_not}
+    return {"megatron": version("megatron-core"), "ranks": out, "no_buckets": why_not}
 
 
 def _model_config(args: Namespace) -> Any:
@@ -118,7 +119,9 @@ def _part(name: str, tensor: torch.Tensor, shard: Any) -> dict[str, Any]:
         and all(o + n <= size for o, n, size in zip(offset, view.shape, tensor.shape, strict=True))
     )
     if not is_box or shard.flattened_range is not None:
-        raise UnsupportedError(f"{shard.key} is not a rectangular part of the rank's own {name}, so it cannot be read in place")
+        raise UnsupportedError(
+            f"{shard.key} is not a rectangular part of the rank's own {name}, so it cannot be read in place"
+        )
     return {
         "key": shard.key,
         "shape": list(shard.global_shape),

@@ -33,7 +33,9 @@ def refusal(args: Namespace, stored: Mapping[str, Any]) -> str | None:
         if stored.get(name):
             return f"the stored args have {name}: {reason}"
     if args.overlap_grad_reduce and not stored.get("world_size") and not args.ddp_bucket_size:
-        return "gradient reduction was overlapped, and bucket sizes then depend on world_size, which the args do not say"
+        return (
+            "gradient reduction was overlapped, and bucket sizes then depend on world_size, which the args do not say"
+        )
     return None
 
 

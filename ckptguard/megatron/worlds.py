@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from math import lcm
 from typing import Any
 
@@ -19,14 +19,17 @@ def forget_devices() -> None:
     """Let Megatron's constructors name a GPU: tensors stay where they are made, on the meta device.
 
     ``LanguageModule.setup_embeddings_and_output_layer`` moves tied weights with ``.cuda()``, token dispatchers make
-    streams, and several modules ask for ``torch.cuda.current_device()`` while they are built (megatron-core 0.19.2). For
-    good; the asking process only.
+    streams, several modules ask for ``torch.cuda.current_device()``, and Mamba's fork CUDA's generator, while they are
+    built (megatron-core 0.19.2). For good; the asking process only.
     """
+    from megatron.core.tensor_parallel import random
+
+    random.CudaRNGStatesTracker.fork = lambda *_args, **_kwargs: nullcontext()
     tensor: Any = torch.Tensor
-    tensor.cuda = lambda self, *args, **kwargs: self
+    tensor.cuda = lambda self, *_args, **_kwargs: self
     cuda: Any = torch.cuda
     cuda.current_device = lambda: torch.device("meta")
-    cuda.Stream = cuda.Event = lambda *args, **kwargs: None
+    cuda.Stream = cuda.Event = lambda *_args, **_kwargs: None
 
 
 def world_size(args: Namespace) -> int:
