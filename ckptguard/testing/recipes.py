@@ -57,7 +57,7 @@ _MODEL_FLAGS: dict[Model, tuple[str, ...]] = {
     "hybrid": tuple(
         shlex.split("""--position-embedding-type none --squared-relu --ffn-hidden-size 128 --mamba-state-dim
     16 --mamba-head-dim 16
-        --mamba-num-groups 2 --spec ckptguard.testing.hybrid_cpu hybrid_stack_spec""")
+        --mamba-num-groups 2 --disable-mamba-mem-eff-path""")
     ),
 }
 

@@ -86,7 +86,14 @@ def _config(args: Any) -> Any:
         pretrain_cfg_container_from_args,
     )
 
-    model = hybrid_config_from_args(args) if args.hybrid_layer_pattern else gpt_config_from_args(args)
+    if args.hybrid_layer_pattern:
+        from ckptguard.testing.hybrid_cpu import hybrid_stack_spec
+
+        model = hybrid_config_from_args(args)
+        if args.spec is None and args.transformer_impl == "local":  # Megatron has no local spec for it
+            model.hybrid_stack_spec = hybrid_stack_spec()
+    else:
+        model = gpt_config_from_args(args)
     return pretrain_cfg_container_from_args(args, model)
 
 
@@ -129,6 +136,10 @@ def main() -> None:
     from ckptguard.testing import cpu_stand_in
 
     cpu_stand_in.install()
+    if any(a.startswith("--hybrid-layer-pattern") for a in sys.argv):
+        from ckptguard.testing import hybrid_cpu
+
+        hybrid_cpu.install_kernels()
 
     import torch.distributed
     from megatron.core.enums import ModelType
