@@ -173,7 +173,7 @@ class _Uploaded(NamedTuple):
 
 
 @lru_cache(maxsize=32)
-def _upload(dtype: DType, shape: tuple[int, ...], box: Box, device: torch.device, stream: int) -> _Uploaded:  # noqa: ARG001
+def _upload(dtype: DType, shape: tuple[int, ...], box: Box, device: torch.device, stream: int) -> _Uploaded:
     """The weights of a box on a device, kept because the layers of a model repeat few shapes.
 
     ``stream`` is part of the key because only the stream that a copy was queued on knows when it is done.

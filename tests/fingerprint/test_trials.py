@@ -13,6 +13,7 @@ import pytest
 TOOLS = Path(__file__).resolve().parents[2] / "tools" / "stress"
 
 
+@pytest.mark.slow
 def test_twenty_thousand_trials_without_a_miss() -> None:
     command = [sys.executable, str(TOOLS / "fingerprint_trials.py"), "--trials", "20000", "--seed", "7"]
     made = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)

@@ -92,6 +92,7 @@ def test_interpreted_kernel_makes_the_sums_of_the_cpu(case: Case, answers: dict[
     assert tuple(answers[case]) == expected.sums
 
 
+@pytest.mark.slow
 def test_kernels_compile_to_machine_code_without_spills(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": ROOT, "TRITON_CACHE_DIR": str(tmp_path)}
