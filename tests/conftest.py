@@ -16,14 +16,6 @@ from ckptguard.testing.recipes import RECIPES, make_checkpoint, resave
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Register the markers of the tests that start Megatron."""
-    config.addinivalue_line(
-        "markers", "megatron: starts Megatron processes on the CPU (10 to 30 s each, cached on disk)"
-    )
-    config.addinivalue_line("markers", "slow: takes more than a few seconds")
-
-
 @pytest.fixture(scope="session")
 def real_cache() -> Path:
     """Return the folder that keeps real checkpoints: ``CKPTGUARD_TEST_CACHE``, or one in pytest's own cache folder."""

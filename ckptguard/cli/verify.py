@@ -78,7 +78,7 @@ def _authority(text: str | None) -> Authority:
     if data[:1] == b"{":
         try:
             value = json.loads(data)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"--against {text}: not JSON ({error})") from error
         return Authority(fingerprints=kept.from_dict(value, text))
     return Authority(manifest=manifest.parse(data, text))

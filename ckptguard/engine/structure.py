@@ -63,7 +63,9 @@ def _coverage(entry: TensorEntry) -> Iterator[Problem]:
     stored = sum(box.numel for box in boxes)
     gap = None if double else missing_part(boxes, entry.shape)
     if gap is not None:
-        message = f"{entry.name}: {gap} of {list(entry.shape)} is stored nowhere ({stored} of {entry.numel} elements are)"
+        message = (
+            f"{entry.name}: {gap} of {list(entry.shape)} is stored nowhere ({stored} of {entry.numel} elements are)"
+        )
         yield Problem("missing-chunk", message, tensor=entry.name, box=gap)
 
 
@@ -100,7 +102,7 @@ def _spans(index: Index) -> Iterator[Problem]:
                 )
             if packed:
                 end = max(end, span.end_bytes)
-            if chunk is not None and not chunk.transforms:
+            if chunk is not None and not chunk.transforms and chunk.strides is None:
                 yield from _too_short(index.tensors[name], chunk.box.numel, span)
 
 

@@ -238,7 +238,7 @@ def _integrity(files: Directory, report: Report, progress: Progress) -> None:
     try:
         table = json.loads(files.read(INTEGRITY))
         listed = {str(k): str(v) for k, v in table.get("files", table).items() if isinstance(v, str) and len(v) == 64}
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         report.problems.append(Problem("unreadable", f"{INTEGRITY}: not a manifest ({error})", file=INTEGRITY))
         return
     data = [n for n in files.listing if n.endswith(".distcp") or n == ".metadata"]

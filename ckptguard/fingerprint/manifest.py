@@ -128,7 +128,7 @@ def parse(data: bytes, where: str) -> Manifest:
             )
         if manifest.seal != found:
             raise ValueError(f"its content has the seal {manifest.seal[:16]}..., it says {found[:16]}...")
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         message = f"{where}: not a whole manifest ({error})"
         raise DamagedError(
             message,

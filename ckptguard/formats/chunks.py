@@ -188,8 +188,7 @@ class Reader:
     def _mapped(self, span: Span) -> memoryview:
         page = mmap.ALLOCATIONGRANULARITY
         start = span.offset_bytes // page * page
-        self.files.size(span.file)
-        with (self.files.root / span.file).open("rb") as file:
+        with self.files.checked_path(span.file).open("rb") as file:
             mapped = mmap.mmap(file.fileno(), span.end_bytes - start, offset=start, prot=mmap.PROT_READ)
         return memoryview(mapped)[span.offset_bytes - start :]
 

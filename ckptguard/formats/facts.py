@@ -57,7 +57,7 @@ def read_run_config(reader: Reader) -> tuple[dict[str, Any], list[Problem]]:
     Plain.add_multi_constructor("", untagged)
     try:
         value = yaml.load(reader.files.read(RUN_CONFIG).decode(), Loader=Plain)  # noqa: S506 - a SafeLoader
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         return {}, [Problem("unreadable", f"{RUN_CONFIG}: not YAML ({error})", file=RUN_CONFIG)]
     return (value if isinstance(value, dict) else {}), []
 

@@ -325,7 +325,9 @@ class _Fence:
             now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
             soft, hard = self._before
             limit = now + _FENCE_BYTES
-            resource.setrlimit(resource.RLIMIT_AS, (limit if soft == resource.RLIM_INFINITY else min(limit, soft), hard))
+            resource.setrlimit(
+                resource.RLIMIT_AS, (limit if soft == resource.RLIM_INFINITY else min(limit, soft), hard)
+            )
 
     def __exit__(self, *exc: object) -> None:
         with self._lock:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
@@ -14,6 +16,7 @@ from ckptguard.core.index import FileEntry, Span
 from ckptguard.core.problems import Problem
 
 _OPEN_FILES = 256
+_FOREIGN_FOLDERS = frozenset({".git", ".cache"})
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -53,7 +56,7 @@ class Directory:
         self.root = root
         self._real_root = root.resolve()
         self._blobs = blobs.resolve() if blobs else None
-        self._handles: OrderedDict[str, int] = OrderedDict()
+        self._handles: OrderedDict[str, _Handle] = OrderedDict()
         self._lock = threading.Lock()
 
     def __enter__(self) -> Directory:
@@ -66,12 +69,15 @@ class Directory:
         """Closes all handles; later reads open them again."""
         with self._lock:
             for handle in self._handles.values():
-                os.close(handle)
+                os.close(handle.number)
             self._handles.clear()
 
     @cached_property
     def listing(self) -> Mapping[str, FileEntry]:
-        """Every file below the root, by relative path, sorted; symlinks to files resolved, to directories not entered."""
+        """Every file below the root, by relative path, sorted; symlinks to files resolved, to directories not entered.
+
+        ``.git`` and ``.cache`` directly below the root are left out: a clone's history, huggingface_hub's download state.
+        """
         found: dict[str, FileEntry] = {}
         pending = [""]
         while pending:
@@ -80,7 +86,8 @@ class Directory:
                 for entry in entries:
                     name = f"{below}/{entry.name}" if below else entry.name
                     if entry.is_dir(follow_symlinks=False):
-                        pending.append(name)
+                        if name not in _FOREIGN_FOLDERS:
+                            pending.append(name)
                     else:
                         found[name] = self._entry(name, entry)
         return dict(sorted(found.items()))
@@ -134,14 +141,14 @@ class Directory:
             DamagedError: The file ends before the buffer is full.
             EnvironmentFailedError: The file system reports an error.
         """
-        done = 0
-        handle = self._handle(name)
         try:
-            while done < len(buffer):
-                count = os.preadv(handle, [buffer[done:]], offset_bytes + done)
-                if count == 0:
-                    raise self._short(Span(name, offset_bytes, len(buffer)), offset_bytes + done)
-                done += count
+            with self._reading(name) as handle:
+                done = 0
+                while done < len(buffer):
+                    count = os.preadv(handle, [buffer[done:]], offset_bytes + done)
+                    if count == 0:
+                        raise self._short(Span(name, offset_bytes, len(buffer)), offset_bytes + done)
+                    done += count
         except OSError as error:
             raise EnvironmentFailedError(
                 f"{self.root / name}: reading {len(buffer)} bytes at {offset_bytes} failed: {error.strerror}",
@@ -155,28 +162,47 @@ class Directory:
             message, problems=[problem], next_step="The file is cut short: get it again from its source."
         )
 
-    def _handle(self, name: str) -> int:
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[int]:
+        """A handle that stays open for the time of the block; the longest unused ones are closed beyond a limit."""
         with self._lock:
-            handle = self._handles.get(name)
-            if handle is not None:
-                self._handles.move_to_end(name)
-                return handle
-            handle = self._open(name)
+            handle = self._handles.pop(name, None) or _Handle(self._open(name))
             self._handles[name] = handle
-            # The oldest handle may be in use by another thread, so it is only dropped when far too many are open.
-            if len(self._handles) > _OPEN_FILES:
-                os.close(self._handles.popitem(last=False)[1])
-            return handle
+            handle.readers += 1
+            idle = [n for n, h in self._handles.items() if not h.readers] if len(self._handles) > _OPEN_FILES else []
+            for old in idle[: len(self._handles) - _OPEN_FILES]:
+                os.close(self._handles.pop(old).number)
+        try:
+            yield handle.number
+        finally:
+            with self._lock:
+                handle.readers -= 1
 
-    def _open(self, name: str) -> int:
+    def checked_path(self, name: str) -> Path:
+        """The real path of a file.
+
+        Raises:
+            DamagedError: The name or a symlink leads out of the directory.
+        """
         parts = PurePosixPath(name)
         real = Path(os.path.realpath(self.root / name))
         if parts.is_absolute() or ".." in parts.parts or not self._contains(real):
             message = f"{name}: leads out of the checkpoint directory (to {real})"
             raise DamagedError(message, problems=[Problem("escape", message, file=name)])
+        return real
+
+    def _open(self, name: str) -> int:
         try:
-            return os.open(real, os.O_RDONLY | os.O_CLOEXEC)
+            return os.open(self.checked_path(name), os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError as error:
             raise NotFoundError(f"{self.root / name}: no such file, though the checkpoint names it") from error
         except OSError as error:
             raise EnvironmentFailedError(f"{self.root / name}: cannot be opened: {error.strerror}") from error
+
+
+@dataclass(slots=True)
+class _Handle:
+    """An open file and how many reads are under way on it."""
+
+    number: int
+    readers: int = 0

@@ -45,7 +45,7 @@ class TorchDist:
             return f"no {CONFIG}"
         try:
             config = json.loads((path / CONFIG).read_text())
-        except (OSError, UnicodeDecodeError, ValueError) as error:
+        except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
             return f"{CONFIG} is not JSON ({error})"
         if not isinstance(config, dict) or "sharded_backend" not in config:
             return f"{CONFIG} names no sharded_backend"
@@ -144,7 +144,7 @@ def _index(name: str, files: Directory, table: dcp.DcpTable, said: Facts, proble
 
 
 def _side_files(files: Directory) -> dict[str, ObjectEntry]:
-    """Files of torch.save beside the shards (common.pt, train_state.pt, Energon's): objects too, so their pickles are checked."""
+    """Files of torch.save beside the shards (common.pt, train_state.pt, Energon's): objects too, their pickles are checked."""
     names = [name for name in files.listing if name.endswith(".pt") and files.listing[name].inside]
     return {name: ObjectEntry(name, Span(name, 0, files.size(name))) for name in names}
 

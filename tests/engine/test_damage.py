@@ -51,7 +51,9 @@ def test_bit_flips_are_placed(sealed: Path, mode: str) -> None:
         byte, bit = rng.randrange(file.stat().st_size), rng.randrange(8)
         done = damage.flip_bit(file, byte, bit, sealed)
         report, _ = damage_of(sealed, mode=mode)
-        hits = [p for p in report.problems if p.is_damage and p.bytes_range and p.bytes_range[0] <= byte < p.bytes_range[1]]
+        hits = [
+            p for p in report.problems if p.is_damage and p.bytes_range and p.bytes_range[0] <= byte < p.bytes_range[1]
+        ]
         assert hits, (done, report.problems)
         assert {p.file for p in hits} == set(done.files)
         assert all(p.rank is not None for p in hits)
@@ -231,7 +233,9 @@ class TestManifest:
         own = parse((sealed / FILE_NAME).read_bytes(), "m")
         name = next(iter(own.files))
         files = {n: f for n, f in own.files.items() if n != name}
-        (sealed / FILE_NAME).write_bytes(Manifest(own.created, files, own.fingerprints, own.algorithm, own.root).to_bytes())
+        (sealed / FILE_NAME).write_bytes(
+            Manifest(own.created, files, own.fingerprints, own.algorithm, own.root).to_bytes()
+        )
         report, kinds = damage_of(sealed)
         assert kinds == {"extra-file"}
         assert [p.file for p in report.problems if p.is_damage] == [name]
@@ -299,7 +303,7 @@ class TestPicklesThatRunCode:
     def test_metadata(self, tmp_path: Path) -> None:
         path = copy_of(DENSE, tmp_path / "ckpt")
         (path / ".metadata").write_bytes(pickle.dumps(damage.Evil()))
-        with pytest.raises(UnsafePickleError, match="posix.mkdir"):
+        with pytest.raises(UnsafePickleError, match=r"posix\.mkdir"):
             open_checkpoint(path)
         report, kinds = damage_of(path)
         assert kinds == {"unsafe-pickle"}
@@ -344,7 +348,9 @@ class TestPicklesThatRunCode:
 
     def test_run_config(self, tmp_path: Path) -> None:
         path = copy_of(DENSE, tmp_path / "ckpt")
-        (path / "run_config.yaml").write_text(f"model: !!python/object/apply:os.mkdir ['{os.environ['CKPTGUARD_EVIL']}']\n")
+        (path / "run_config.yaml").write_text(
+            f"model: !!python/object/apply:os.mkdir ['{os.environ['CKPTGUARD_EVIL']}']\n"
+        )
         verify(path)
 
 
