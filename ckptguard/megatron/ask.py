@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptguard.core.errors import EnvironmentFailedError, UnsupportedError
+from ckptguard.megatron.refusals import refuse
 
 TIMEOUT_SECONDS = 900.0
 _SHOWN_LINES = 12
@@ -39,6 +40,7 @@ def ask(
         UnsupportedError: The args do not lead to a model; says why.
         EnvironmentFailedError: The process ended without an answer, or ran too long.
     """
+    refuse({**args, "transformer_impl": transformer_impl or args.get("transformer_impl")} if args else {})
     question = {
         "args": dict(args), "content_metadata": dict(content_metadata or {}), "transformer_impl": transformer_impl
     }  # fmt: skip

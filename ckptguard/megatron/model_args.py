@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ckptguard.core.errors import UnsupportedError
+from ckptguard.megatron.refusals import refuse
 
 # Megatron-LM checks these against each other or against installed kernels; none adds, removes or shapes a tensor.
 _NEUTRAL: dict[str, Any] = {
@@ -37,27 +37,8 @@ _NEUTRAL: dict[str, Any] = {
     "use_cpu_initialization": True, "perform_initialization": False, "init_model_with_meta_device": False,
 }  # fmt: skip
 
-# Without these there is no model to speak of; every Megatron-LM since 0.8 stores them.
-_NEEDED = (
-    "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "tensor_model_parallel_size",
-    "pipeline_model_parallel_size", "padded_vocab_size", "max_position_embeddings", "params_dtype", "transformer_impl",
-)  # fmt: skip
-
-# Settings that lead to files, or to layouts that GPTModelBuilder and HybridModelBuilder do not make.
-_REFUSED: dict[str, str] = {
-    "yaml_cfg": "the model is described by a YAML file that the checkpoint does not hold",
-    "heterogeneous_layers_config_path": "heterogeneous layers are described by a file outside the checkpoint",
-    "te_precision_config_file": "precision is described by a file outside the checkpoint",
-    "kitchen_config_file": "it uses Kitchen, which is not public",
-    "kitchen_recipe_number": "it uses Kitchen, which is not public",
-    "use_megatron_fsdp": "Megatron-FSDP cuts tensors by data parallel rank",
-    "use_torch_fsdp2": "FSDP2 cuts tensors by data parallel rank",
-}
-_DEFAULT_ONE = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")  # 0.19; sizes above 1 cut weights again
-
 # Classes of the values that stand as "Name(number)" among plain args, by where Megatron keeps them.
 _ENUM = re.compile(r"(\w+)\((\d+)\)")
-_TRUSTED_SPECS = ("megatron.core.", "ckptguard.testing.")
 
 
 def to_namespace(args: Mapping[str, Any], transformer_impl: str | None = None) -> Namespace:
@@ -78,7 +59,7 @@ def to_namespace(args: Mapping[str, Any], transformer_impl: str | None = None) -
     given = {name: _typed(name, value) for name, value in args.items()}
     if transformer_impl is not None:
         given["transformer_impl"] = transformer_impl
-    _refuse(given)
+    refuse(given)
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     out: dict[str, Any] = vars(parser.parse_args([])) | given
     out |= _NEUTRAL
@@ -88,31 +69,6 @@ def to_namespace(args: Mapping[str, Any], transformer_impl: str | None = None) -
     if out["cp_comm_type"] is None:
         out["cp_comm_type"] = ["p2p"]
     return Namespace(**out)
-
-
-def _refuse(given: Mapping[str, Any]) -> None:
-    if not given:
-        raise UnsupportedError(
-            "the checkpoint stores no training args, so Megatron cannot be asked about its model",
-            next_step="Give a checkpoint that holds `args` in its common state or in mp_rank_*/model_optim_rng.pt.",
-        )
-    missing = [name for name in _NEEDED if given.get(name) is None]
-    if missing:
-        raise UnsupportedError(
-            f"the stored args do not say {', '.join(missing)}; Megatron needs them to build the model"
-        )
-    for name, reason in _REFUSED.items():
-        if given.get(name):
-            raise UnsupportedError(f"the stored args have {name}={given[name]!r}: {reason}")
-    for name in _DEFAULT_ONE:
-        if (given.get(name) or 1) != 1:
-            raise UnsupportedError(f"the stored args have {name}={given[name]}; only 1 is supported")
-    spec = given.get("spec")
-    if spec is not None and not str(spec[0]).startswith(_TRUSTED_SPECS):
-        raise UnsupportedError(
-            f"the stored args name the layer spec {'.'.join(map(str, spec))}; only specs of megatron.core are imported",
-            next_step="A spec is code, and a checkpoint is data from somewhere: it is not run on a checkpoint's word.",
-        )
 
 
 def _typed(name: str, value: Any) -> Any:

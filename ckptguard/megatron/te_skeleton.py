@@ -7,8 +7,6 @@ and ``LayerNormLinear`` have ``weight``, ``bias``, ``layer_norm_weight``, ``laye
 ``weight0``, ``bias0`` and so on.
 """
 
-# ruff: noqa: ARG001, ARG002, ARG005 - signatures are those of the real classes, whose callers name every argument
-
 from __future__ import annotations
 
 import contextlib

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,8 @@ import torch
 
 from ckptguard.core.index import TensorEntry
 from ckptguard.formats.base import Checkpoint
+from ckptguard.formats.registry import open_checkpoint
+from ckptguard.megatron.structure import Structures, structures_of
 from ckptguard.testing import recipes
 
 FROZEN = Path(__file__).resolve().parents[2] / "fixtures" / "megatron-0.19"
@@ -40,6 +43,18 @@ _TORCH = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 def frozen() -> Callable[[str], Path]:
     """Return a function from a frozen checkpoint's name to its root."""
     return lambda name: FROZEN / name
+
+
+@pytest.fixture(scope="session")
+def asked() -> Callable[[str], Structures]:
+    """Return a function from a frozen checkpoint's name to what Megatron says of it, asked once a session."""
+
+    @cache
+    def ask_once(name: str) -> Structures:
+        with open_checkpoint(FROZEN / name) as checkpoint:
+            return structures_of(checkpoint.index)
+
+    return ask_once
 
 
 @pytest.fixture(scope="session")
