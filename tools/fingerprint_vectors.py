@@ -21,7 +21,8 @@ from ckptguard.core.boxes import Box, whole
 from ckptguard.core.dtypes import BY_NAME
 from ckptguard.fingerprint.residues import digit_residues, word_residues
 from ckptguard.fingerprint.roots import root
-from ckptguard.fingerprint.tensors import Fingerprint, fingerprint_array
+from ckptguard.fingerprint.tensors import fingerprint_array
+from ckptguard.fingerprint.values import Fingerprint
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "fingerprint.md"
 BEGIN, END = "<!-- vectors: made by tools/fingerprint_vectors.py -->\n", "<!-- end of vectors -->\n"

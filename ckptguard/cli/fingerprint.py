@@ -32,7 +32,7 @@ def fingerprint(
     """
     from ckptguard.engine.fingerprints import fingerprint_checkpoint
     from ckptguard.fingerprint.kept import as_dict, roots_of
-    from ckptguard.fingerprint.residues import ALGORITHM
+    from ckptguard.fingerprint.values import ALGORITHM
     from ckptguard.formats.facts import kind_of_name
     from ckptguard.formats.registry import open_checkpoint
     from ckptguard.formats.storage import write_atomically

@@ -36,9 +36,12 @@ class Box:
 
     def within(self, shape: Sequence[int]) -> bool:
         """Whether the box lies inside a tensor of this shape."""
-        return len(self.offset) == len(shape) and all(
-            o >= 0 and s >= 0 and o + s <= n for o, s, n in zip(self.offset, self.size, shape, strict=True)
-        )
+        if not len(self.offset) == len(self.size) == len(shape):
+            return False
+        for o, s, n in zip(self.offset, self.size, shape, strict=True):  # a plain loop: called for every chunk
+            if o < 0 or s < 0 or o + s > n:
+                return False
+        return True
 
     def intersect(self, other: Box) -> Box | None:
         """The common part, or None if there is none. 0-d boxes always meet."""

@@ -13,7 +13,7 @@ from ckptguard.core.boxes import Box, meetings, split_rows
 from ckptguard.core.errors import UsageError
 from ckptguard.core.index import Chunk, TensorEntry
 from ckptguard.engine import padding
-from ckptguard.engine.fingerprints import refuse_gaps
+from ckptguard.engine.structure import refuse_gaps
 from ckptguard.engine.values import different_bits, largest_difference
 from ckptguard.engine.workers import SILENT, Progress, run
 from ckptguard.formats.base import Checkpoint

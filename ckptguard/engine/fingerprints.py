@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from ckptguard.core.errors import DamagedError
-from ckptguard.core.index import Chunk, Index, TensorEntry
+from ckptguard.core.index import Chunk, TensorEntry
 from ckptguard.engine import contents, structure
 from ckptguard.engine.workers import SILENT, Buffers, Progress, run
-from ckptguard.fingerprint.tensors import BoxSum, Fingerprint, add
+from ckptguard.fingerprint.tensors import BoxSum
+from ckptguard.fingerprint.values import Fingerprint, add
 from ckptguard.formats.base import Checkpoint
 from ckptguard.formats.chunks import Located
 
@@ -48,7 +48,7 @@ def fingerprint_checkpoint(
         DamagedError: A tensor is not stored whole, or a chunk is not what the index says; lists all problems.
     """
     chosen = {name: entry for name, entry in checkpoint.index.tensors.items() if keep(entry)}
-    refuse_gaps(checkpoint.index, chosen)
+    structure.refuse_gaps(checkpoint.index, chosen)
     sums: dict[str, tuple[int, int]] = dict.fromkeys(sorted(chosen), (0, 0))
     progress.start("fingerprinting", sum(entry.size_bytes for entry in chosen.values()))
     buffers = Buffers()
@@ -59,18 +59,6 @@ def fingerprint_checkpoint(
     for name, part in run(_tasks(checkpoint, chosen), work, threads=threads):
         sums[name] = add(sums[name], part)
     return {name: Fingerprint(chosen[name].dtype.name, chosen[name].shape, value) for name, value in sums.items()}
-
-
-def refuse_gaps(index: Index, chosen: Mapping[str, TensorEntry]) -> None:
-    """Raises if a chosen tensor is not stored exactly once: half a tensor has no fingerprint worth comparing."""
-    gone = {"missing-chunk", "missing-tensor", "missing-file", "overlap", "out-of-bounds", "size"}
-    lost = [p for p in structure.check(index) if p.kind in gone and (p.tensor in chosen or p.kind == "missing-file")]
-    if lost:
-        raise DamagedError(
-            f"{index.location}: {len(lost)} problems keep its tensors from being read whole; the first: {lost[0].message}",
-            problems=lost,
-            next_step="Run `ckptguard verify` for the whole list.",
-        )
 
 
 def _tasks(checkpoint: Checkpoint, chosen: Mapping[str, TensorEntry]) -> Iterator[_Task]:

@@ -12,8 +12,8 @@ from ckptguard.engine.digests import file_digests
 from ckptguard.engine.fingerprints import fingerprint_checkpoint
 from ckptguard.engine.workers import SILENT, Progress
 from ckptguard.fingerprint.manifest import FILE_NAME, Manifest
-from ckptguard.fingerprint.residues import ALGORITHM
 from ckptguard.fingerprint.roots import root
+from ckptguard.fingerprint.values import ALGORITHM
 from ckptguard.formats.base import Checkpoint
 from ckptguard.formats.storage import write_atomically
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
 
 from ckptguard.core.boxes import missing_part, overlaps
+from ckptguard.core.errors import DamagedError
 from ckptguard.core.index import Encoding, FileEntry, Index, Span, TensorEntry
 from ckptguard.core.problems import Problem
 
@@ -37,6 +38,18 @@ def check(index: Index, *, sealed: frozenset[str] = frozenset()) -> list[Problem
     found += _spans(index)
     found += _files(index, sealed)
     return found
+
+
+def refuse_gaps(index: Index, chosen: Mapping[str, TensorEntry]) -> None:
+    """Raises if a chosen tensor is not stored exactly once: half a tensor has no fingerprint worth comparing."""
+    gone = {"missing-chunk", "missing-tensor", "missing-file", "overlap", "out-of-bounds", "size"}
+    lost = [p for p in check(index) if p.kind in gone and (p.tensor in chosen or p.kind == "missing-file")]
+    if lost:
+        raise DamagedError(
+            f"{index.location}: {len(lost)} problems keep its tensors from being read whole; the first: {lost[0].message}",
+            problems=lost,
+            next_step="Run `ckptguard verify` for the whole list.",
+        )
 
 
 def _coverage(entry: TensorEntry) -> Iterator[Problem]:

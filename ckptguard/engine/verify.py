@@ -12,11 +12,10 @@ from ckptguard.core.errors import CkptguardError, DamagedError, UnknownFormatErr
 from ckptguard.core.problems import Problem
 from ckptguard.engine import contents, structure
 from ckptguard.engine.digests import changed_blocks, digest_files, size_problem
-from ckptguard.engine.fingerprints import fingerprint_checkpoint
 from ckptguard.engine.placement import Placer
 from ckptguard.engine.workers import SILENT, Buffers, Progress, run
 from ckptguard.fingerprint.manifest import FILE_NAME, FileDigest, Manifest, parse
-from ckptguard.fingerprint.tensors import Fingerprint
+from ckptguard.fingerprint.values import Fingerprint
 from ckptguard.formats import registry
 from ckptguard.formats.base import Checkpoint
 from ckptguard.formats.chunks import Reader
@@ -274,6 +273,8 @@ def _sha256(files: Directory, name: str, buffer: memoryview, progress: Progress)
 def _against_fingerprints(
     checkpoint: Checkpoint | None, expected: dict[str, Fingerprint], report: Report, progress: Progress
 ) -> None:
+    from ckptguard.engine.fingerprints import fingerprint_checkpoint  # numba, half a second that others need not wait
+
     if checkpoint is None:
         raise UsageError("fingerprints cannot be compared: the checkpoint's index cannot be read")
     try:

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckptguard.core.errors import DamagedError, UnsupportedError
-from ckptguard.fingerprint.residues import ALGORITHM
 from ckptguard.fingerprint.roots import root
-from ckptguard.fingerprint.tensors import Fingerprint
+from ckptguard.fingerprint.values import ALGORITHM, Fingerprint
 
 FORMAT = "ckptguard-fingerprints/1"
 

@@ -86,6 +86,47 @@ def _run(words, t0, t1, t2, t3, out):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
+def _run_pair(one, two, t0, t1, t2, t3, out):  # type: ignore[no-untyped-def]
+    """As ``_run`` for two runs of one length and the same table rows, which are read once for both."""
+    a = np.uint64(0)
+    b = np.uint64(0)
+    c = np.uint64(0)
+    d = np.uint64(0)
+    e = np.uint64(0)
+    f = np.uint64(0)
+    g = np.uint64(0)
+    h = np.uint64(0)
+    for i in range(one.size):
+        v, w = np.uint64(one[i]), np.uint64(two[i])
+        x = np.uint64(t0[i])
+        a += v * x
+        e += w * x
+        x = np.uint64(t1[i])
+        b += v * x
+        f += w * x
+        x = np.uint64(t2[i])
+        c += v * x
+        g += w * x
+        x = np.uint64(t3[i])
+        d += v * x
+        h += w * x
+    out[0], out[1], out[2], out[3] = a, b, c, d
+    out[4], out[5], out[6], out[7] = e, f, g, h
+
+
+@njit(nogil=True, cache=True)
+def _line_weight(line, sizes, weights, starts):  # type: ignore[no-untyped-def]
+    """Product of the weights of the earlier dims' indices, per lane."""
+    w0 = w1 = np.uint64(1)
+    for dim in range(sizes.size - 1, -1, -1):
+        at = starts[dim] + line % sizes[dim]
+        line //= sizes[dim]
+        w0 = mulmod(w0, weights[0, at])
+        w1 = mulmod(w1, weights[1, at])
+    return w0, w1
+
+
+@njit(nogil=True, cache=True)
 def accumulate(  # type: ignore[no-untyped-def]
     words, first, table, per_step, line_steps, step_offset, sizes, weights, starts, high, sums
 ):
@@ -109,39 +150,38 @@ def accumulate(  # type: ignore[no-untyped-def]
         high: uint64 (2, n): weight of the digits above the lowest, by index >> 12 minus that of ``step_offset``.
         sums: uint64 (2,): changed in place.
     """
-    dots = np.empty(4, np.uint64)
+    dots = np.empty(8, np.uint64)
+    runs = np.empty((2, 4), np.int64)  # begin, steps, digit, line
     total = words.size // per_step
     run_steps = max(1, MAX_RUN // per_step)
     base = step_offset >> DIGIT_BITS
     done = 0
-    current = -1
+    line = -1
     w0 = w1 = np.uint64(1)
     while done < total:
-        step = first + done
-        line = step // line_steps
-        inside = step - line * line_steps
-        if line != current:
-            current = line
-            w0 = w1 = np.uint64(1)
-            rest = line
-            for dim in range(sizes.size - 1, -1, -1):
-                at = starts[dim] + rest % sizes[dim]
-                rest //= sizes[dim]
-                w0 = mulmod(w0, weights[0, at])
-                w1 = mulmod(w1, weights[1, at])
-        index = step_offset + inside
-        digit = index & (DIGIT - 1)
-        steps = min(total - done, line_steps - inside, DIGIT - digit, run_steps)
-        low, high_end = digit * per_step, (digit + steps) * per_step
-        _run(
-            words[done * per_step : (done + steps) * per_step],
-            table[0, low:high_end],
-            table[1, low:high_end],
-            table[2, low:high_end],
-            table[3, low:high_end],
-            dots,
-        )
-        place = (index >> DIGIT_BITS) - base
-        sums[0] = _reduce(sums[0] + mulmod(mulmod(_lane(dots[0], dots[1]), high[0, place]), w0))
-        sums[1] = _reduce(sums[1] + mulmod(mulmod(_lane(dots[2], dots[3]), high[1, place]), w1))
-        done += steps
+        count = 0
+        while count < 2 and done < total:  # two runs at a time, if they lie alike on the table
+            at = (first + done) // line_steps
+            index = step_offset + first + done - at * line_steps
+            digit = index & (DIGIT - 1)
+            steps = min(total - done, at * line_steps + line_steps - first - done, DIGIT - digit, run_steps)
+            if count and (digit != runs[0, 2] or steps != runs[0, 1]):
+                break
+            runs[count, 0], runs[count, 1], runs[count, 2], runs[count, 3] = done, steps, digit, at
+            done += steps
+            count += 1
+        begin, end = runs[0, 2] * per_step, (runs[0, 2] + runs[0, 1]) * per_step
+        t0, t1, t2, t3 = table[0, begin:end], table[1, begin:end], table[2, begin:end], table[3, begin:end]
+        one = words[runs[0, 0] * per_step : (runs[0, 0] + runs[0, 1]) * per_step]
+        if count == 2:
+            _run_pair(one, words[runs[1, 0] * per_step : (runs[1, 0] + runs[1, 1]) * per_step], t0, t1, t2, t3, dots)
+        else:
+            _run(one, t0, t1, t2, t3, dots)
+        for r in range(count):
+            if runs[r, 3] != line:
+                line = runs[r, 3]
+                w0, w1 = _line_weight(line, sizes, weights, starts)
+            index = step_offset + first + runs[r, 0] - line * line_steps
+            place = (index >> DIGIT_BITS) - base
+            sums[0] = _reduce(sums[0] + mulmod(mulmod(_lane(dots[4 * r], dots[4 * r + 1]), high[0, place]), w0))
+            sums[1] = _reduce(sums[1] + mulmod(mulmod(_lane(dots[4 * r + 2], dots[4 * r + 3]), high[1, place]), w1))

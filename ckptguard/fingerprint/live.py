@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckptguard.core.boxes import Box
 from ckptguard.core.dtypes import BY_NAME, DType
-from ckptguard.fingerprint.residues import PRIME
-from ckptguard.fingerprint.tensors import BoxSum, Fingerprint
+from ckptguard.fingerprint.tensors import BoxSum
+from ckptguard.fingerprint.values import PRIME, Fingerprint
 
 if TYPE_CHECKING:
     import torch

@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptguard.core.errors import DamagedError, UnsupportedError
 from ckptguard.core.problems import Problem
-from ckptguard.fingerprint.tensors import Fingerprint
+from ckptguard.fingerprint.values import Fingerprint
 
 FILE_NAME = "ckptguard.json.zst"
 FORMAT = "ckptguard-manifest/1"

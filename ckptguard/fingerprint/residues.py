@@ -10,13 +10,11 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-PRIME = (1 << 61) - 1
+from ckptguard.fingerprint.values import PRIME
+
 LANES = 2
 DIGIT = 4096  # base of the digits into which an index is split
 DIGIT_BITS = 12
-# Every parameter that changes the value: modulus, lanes, digit base, word width for elements wider than a byte.
-ALGORITHM = "cgfp1-m61-l2-d4096-w16"
-
 _KEY_CONTEXT = "ckptguard 2026-11 fingerprint cgfp1-m61-l2-d4096-w16 residues"
 _MAX_WORDS = 8  # of one element: complex128
 

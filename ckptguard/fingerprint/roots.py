@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ckptguard.fingerprint.residues import ALGORITHM
-from ckptguard.fingerprint.tensors import Fingerprint
+from ckptguard.fingerprint.values import ALGORITHM, Fingerprint
 
 _ESCAPES = str.maketrans({"\\": "\\\\", "\t": "\\t", "\n": "\\n"})
 

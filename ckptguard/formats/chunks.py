@@ -5,10 +5,7 @@ from __future__ import annotations
 import mmap
 from dataclasses import dataclass
 from math import prod
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any
 
 from ckptguard.core.boxes import unravel
 from ckptguard.core.dtypes import DType
@@ -19,6 +16,10 @@ from ckptguard.formats import safetensors_files
 from ckptguard.formats.pickles import TensorRef, load
 from ckptguard.formats.storage import Directory
 from ckptguard.formats.torch_zips import ReadAt, TorchZip, ZipRecord, read_torch_zip
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 _WINDOW_BYTES = 4096
 _ZSTD = "stream.zstd"
@@ -172,6 +173,8 @@ class Reader:
 
     def _read_strided(self, at: Located, begin: int, buffer: memoryview) -> None:
         """Gathers from a mapped file, so that no more than the buffer is held in memory."""
+        import numpy as np  # here and below: whoever only verifies need not wait for it
+
         itemsize = at.dtype.itemsize
         if at.memory is not None:
             storage: Any = memoryview(at.memory)[at.span.offset_bytes : at.span.end_bytes]
@@ -200,6 +203,8 @@ class Reader:
             offset: First element per dim, counted from the chunk's own corner.
             size: Elements per dim.
         """
+        import numpy as np
+
         out = np.empty(prod(size) * at.dtype.itemsize, np.uint8)
         run, lines = _runs(at.size, size)
         step = run * at.dtype.itemsize

@@ -7,9 +7,10 @@ of a safetensors blob that begins at ``offset``; ``transform_descriptors`` name 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import gc
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 from ckptguard.core.boxes import Box
@@ -49,6 +50,11 @@ def read_table(files: Directory, name: str = METADATA) -> DcpTable:
         DamagedError: It is not a whole pickle of torch's Metadata.
         UnsafePickleError: It names something outside the allow-list.
     """
+    with collector_paused():
+        return _read_table(files, name)
+
+
+def _read_table(files: Directory, name: str) -> DcpTable:
     where = str(files.root / name)
     value = load(files.read(name), where=where, file=name)
     try:
@@ -73,6 +79,18 @@ def read_table(files: Directory, name: str = METADATA) -> DcpTable:
         dict(mcore) if isinstance(mcore, dict) else {},
         type(value).__name__ == "MCoreMetadata",
     )
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Python's cycle collector walks all live objects again and again while hundreds of thousands are made; they hold none."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 Place = tuple[Span, tuple[str, ...]]
@@ -128,7 +146,7 @@ class _Tables:
 def _chunk(box: Box, place: Place, dtype: DType) -> Chunk:
     span, transforms = place
     # A torch.save zip is always longer than its data, so equal lengths mean the safetensors serialisation.
-    if not transforms and span.length_bytes == prod(box.size) * dtype.itemsize:
+    if not transforms and span.length_bytes == box.numel * dtype.itemsize:
         return Chunk(box, span, Encoding.SAFETENSORS)
     return Chunk(box, span, Encoding.TORCH_ZIP, transforms)
 

@@ -126,10 +126,6 @@ def _bounded_bytes(*args: object) -> bytes:
     raise ValueError(f"a byte string made from {type(value).__name__}")
 
 
-def _torch_size(values: Any = ()) -> tuple[Any, ...]:
-    return tuple(values)
-
-
 def _inert(*args: object, **kwargs: object) -> Opaque:
     return Opaque(*args, **kwargs)
 
@@ -200,7 +196,6 @@ _RECORDS = {
     "megatron.core.dist_checkpointing.strategies.torch.MCoreSavePlan",
 }
 _NAMED: dict[str, Callable[..., Any]] = {
-    "torch.Size": _torch_size,
     "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
     "torch._utils._rebuild_tensor_v3": _rebuild_tensor_v3,
     "torch._utils._rebuild_parameter": _first,
@@ -285,6 +280,8 @@ class _StorageClass:
 def _stand_in(full: str, module: str, name: str) -> Any:
     if full in _RECORDS:
         return type(name, (PropertiesRecord if name == "TensorProperties" else Record,), {})
+    if full == "torch.Size":
+        return tuple  # itself, not through a _Call: an index holds hundreds of thousands
     common = f"{_SPELLINGS.get(module, module)}.{name}"
     if common in _CALLABLES:
         return _Call(_CALLABLES[common])

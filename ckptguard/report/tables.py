@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
@@ -11,13 +11,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from ckptguard.core.errors import CkptguardError, DamagedError
-from ckptguard.core.index import TensorEntry
-from ckptguard.core.problems import Problem
-from ckptguard.engine.diff import Counts, TensorDiff
-from ckptguard.engine.summary import Group, Summary
-from ckptguard.engine.verify import Report
-from ckptguard.fingerprint.tensors import Fingerprint
 from ckptguard.report import units
+
+if TYPE_CHECKING:  # types only: what verify prints must not import what diff computes with
+    from ckptguard.core.index import TensorEntry
+    from ckptguard.core.problems import Problem
+    from ckptguard.engine.diff import TensorDiff
+    from ckptguard.engine.summary import Group, Summary
+    from ckptguard.engine.verify import Report
+    from ckptguard.fingerprint.values import Fingerprint
 
 _MAX_PATTERNS = 60
 _MAX_PROBLEMS = 50
@@ -164,7 +166,7 @@ def _status(item: TensorDiff) -> str:
 
 
 def _numbers(item: TensorDiff) -> tuple[str, str, str, str]:
-    found = next((c for c in (item.used, item.padding, item.unused) if c.elements), Counts())
+    found = next((c for c in (item.used, item.padding, item.unused) if c.elements), item.used)
     largest = "-" if found.largest is None else f"{found.largest:.6g}"
     return (
         str(found.elements or ""),

@@ -16,7 +16,8 @@ from ckptguard.core.boxes import Box
 from ckptguard.core.dtypes import BY_NAME, DType
 from ckptguard.fingerprint import live
 from ckptguard.fingerprint.live import LiveSum, collect, fingerprint_tensor, live_sum, slabs
-from ckptguard.fingerprint.tensors import Fingerprint, fingerprint_array
+from ckptguard.fingerprint.tensors import fingerprint_array
+from ckptguard.fingerprint.values import Fingerprint
 
 DTYPES = list(BY_NAME.values())
 

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptguard.core.dtypes import BY_NAME
-from ckptguard.fingerprint.residues import PRIME
 from ckptguard.fingerprint.roots import line, root
-from ckptguard.fingerprint.tensors import Fingerprint
+from ckptguard.fingerprint.values import PRIME, Fingerprint
 
 names = st.text(st.characters(codec="utf-8") | st.sampled_from("\t\n\\tn/."), max_size=8)
 sums = st.integers(0, PRIME - 1)

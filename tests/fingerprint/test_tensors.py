@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from ckptguard.core.boxes import Box, whole
 from ckptguard.core.dtypes import BY_NAME, DType
-from ckptguard.fingerprint.residues import PRIME
-from ckptguard.fingerprint.tensors import BoxSum, Fingerprint, fingerprint_array
+from ckptguard.fingerprint.tensors import BoxSum, fingerprint_array
+from ckptguard.fingerprint.values import PRIME, Fingerprint
 
 dtypes = st.sampled_from(list(BY_NAME.values()))
 seeds = st.integers(0, 2**32 - 1)

@@ -45,7 +45,7 @@ def test_weak_digests_are_found_out(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from ckptguard.fingerprint.tensors import Fingerprint
+    from ckptguard.fingerprint.values import Fingerprint
 
     strong = trials.fingerprint
     weak = {

@@ -27,7 +27,8 @@ from fingerprint_parts import Bytes, Kind, Part
 
 from ckptguard.core.boxes import Box
 from ckptguard.core.dtypes import BY_NAME, DType
-from ckptguard.fingerprint.tensors import BoxSum, Fingerprint
+from ckptguard.fingerprint.tensors import BoxSum
+from ckptguard.fingerprint.values import Fingerprint
 
 PER_SHAPE = 250  # trials with one dtype and shape, so that weights are made once for them
 SAMPLE = 100  # one trial in so many is also given to the peers
