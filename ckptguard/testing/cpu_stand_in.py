@@ -17,6 +17,7 @@ The command line has to choose what needs no kernels: ``--transformer-impl local
 
 from __future__ import annotations
 
+import copy
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -204,12 +205,31 @@ def _no_compile(module: Any) -> None:
     module.compile_helpers = lambda *a, **k: None  # the wheel ships the helper compiled, and has no Makefile
 
 
+def _norms_with_sequence_parallel(module: Any) -> None:
+    """Let Megatron's torch norms be used with sequence parallelism, which a MoE model with TP needs.
+
+    All that it takes is the mark by which Megatron finds the weights whose gradients it has to sum over the TP group.
+    """
+    original = module.WrappedTorchNorm.__new__
+
+    def new(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = copy.copy(config)
+        plain.sequence_parallel = False
+        norm = original(cls, plain, *args, **kwargs)
+        for param in norm.parameters():
+            param.sequence_parallel = config.sequence_parallel
+        return norm
+
+    module.WrappedTorchNorm.__new__ = new
+
+
 _PATCHES: dict[str, Callable[[ModuleType], None]] = {
     "megatron.core.optimizer": _fused_adam,
     "megatron.core.optimizer.distrib_optimizer": _fused_adam_state,
     "megatron.core.tensor_parallel.random": _rng,
     "megatron.core.datasets.utils": _no_compile,
     "megatron.core.transformer.moe.token_dispatcher": _as_numpy,
+    "megatron.core.transformer.torch_norm": _norms_with_sequence_parallel,
 }
 
 

@@ -27,6 +27,7 @@ OptimizerFormat = Literal["dp_reshardable", "fully_reshardable"]
 CkptFormat = Literal["torch_dist", "torch", "torch_dcp"]
 
 TRAINER = "ckptguard.testing.tiny_trainer"
+_TRAINER_SOURCES = ("tiny_trainer.py", "cpu_stand_in.py", "hybrid_cpu.py")
 TIMEOUT_SECONDS = 300.0
 _LOG_LINES_SHOWN = 40
 _SECONDS_TO_STOP = 15.0  # torchrun ends its ranks when it is asked to; a killed torchrun would leave them behind
@@ -114,10 +115,11 @@ class Recipe:
         return self.tp * self.pp * self.dp
 
     def key(self) -> str:
-        """Digest all that changes the checkpoint: every field but the name, the flags, Megatron and torch."""
+        """Digest all that changes the checkpoint: fields (but the name), flags, trainer, Megatron and torch."""
         fields = dataclasses.asdict(self) | {"name": ""}
         versions = [version("megatron-core"), version("torch")]
-        text = json.dumps([fields, CPU_FLAGS, _COMMON_FLAGS, _MODEL_FLAGS, versions], sort_keys=True)
+        sources = [(Path(__file__).parent / name).read_text() for name in _TRAINER_SOURCES]
+        text = json.dumps([fields, CPU_FLAGS, _COMMON_FLAGS, _MODEL_FLAGS, versions, sources], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def megatron_flags(self) -> list[str]:
@@ -280,9 +282,15 @@ DENSE_PP4_UNEVEN, DENSE_PP4_UNEVEN_FULL = _both_formats(
 DENSE_TP2_DP2, DENSE_TP2_DP2_FULL = _both_formats(Recipe(name="dense_tp2_dp2", tp=2, dp=2))
 DENSE_PP2_VPP2, DENSE_PP2_VPP2_FULL = _both_formats(Recipe(name="dense_pp2_vpp2", pp=2, vpp=2))
 MOE_EP2_PP2, MOE_EP2_PP2_FULL = _both_formats(Recipe(name="moe_ep2_pp2", model="moe", pp=2, dp=2, ep=2))
+MOE_TP1_PP1, MOE_TP1_PP1_FULL = _both_formats(Recipe(name="moe_tp1_pp1", model="moe"))
+MOE_EP2, MOE_EP2_FULL = _both_formats(Recipe(name="moe_ep2", model="moe", dp=2, ep=2))
+MOE_TP2_EP2, MOE_TP2_EP2_FULL = _both_formats(Recipe(name="moe_tp2_ep2", model="moe", tp=2, ep=2, etp=1))
+HYBRID_TP1, HYBRID_TP1_FULL = _both_formats(Recipe(name="hybrid_tp1", model="hybrid"))
 HYBRID_TP2, HYBRID_TP2_FULL = _both_formats(Recipe(name="hybrid_tp2", model="hybrid", tp=2))
 LEGACY_TP1_PP1 = dataclasses.replace(DENSE_TP1_PP1, name="legacy_tp1_pp1", ckpt_format="torch")
 LEGACY_TP2_PP2 = dataclasses.replace(DENSE_TP2_PP2, name="legacy_tp2_pp2", ckpt_format="torch")
+# Megatron trains into torch_dcp with torch's FSDP2 only, which has no CPU form here; it is a target for resave().
+DENSE_DCP = dataclasses.replace(DENSE_TP1_PP1, name="dense_dcp", ckpt_format="torch_dcp")
 LEGACY_MOE_EP2 = Recipe(name="legacy_moe_ep2", model="moe", dp=2, ep=2, ckpt_format="torch")
 
 RECIPES: dict[str, Recipe] = {value.name: value for value in list(globals().values()) if isinstance(value, Recipe)}

@@ -11,9 +11,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from ckptguard.testing.recipes import RECIPES, MegatronRunError, check_loads
+from ckptguard.testing.recipes import RECIPES, MegatronRunError, check_loads, resave
 
-pytestmark = [pytest.mark.megatron, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.megatron,
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),  # torch reads in one process
+]
 
 
 def _tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -44,17 +48,46 @@ def test_torch_dist_has_the_files_of_a_megatron_save(real_checkpoint: Callable[[
     assert (checkpoint.parent / "latest_checkpointed_iteration.txt").read_text() == "2"
 
 
-@pytest.mark.parametrize("target", ["dense_tp1_pp1_full", "dense_pp2_vpp2_full"])
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ("dense_tp2_pp2_full", "dense_tp1_pp1_full"),
+        ("dense_tp2_pp2_full", "dense_pp2_vpp2_full"),
+        ("moe_ep2_pp2_full", "moe_tp2_ep2_full"),
+        ("hybrid_tp2_full", "hybrid_tp1_full"),
+    ],
+)
 def test_resave_keeps_every_bit(
-    real_checkpoint: Callable[[str], Path], resaved_checkpoint: Callable[[str, str], Path], target: str
+    real_checkpoint: Callable[[str], Path], resaved_checkpoint: Callable[[str, str], Path], source: str, target: str
 ) -> None:
     """The same state in another layout: equal names, dtypes, shapes and bytes, weights and optimizer state alike."""
-    before = _tensors(real_checkpoint("dense_tp2_pp2_full"))
-    after = _tensors(resaved_checkpoint("dense_tp2_pp2_full", target))
+    before = _tensors(real_checkpoint(source))
+    after = _tensors(resaved_checkpoint(source, target))
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert after[name].dtype == tensor.dtype
         assert torch.equal(after[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("dense_tp2_pp2_full", "decoder.layers.mlp.linear_fc1.layer_norm_weight"),
+        ("hybrid_tp2_full", "decoder.layers.0.mixer.in_proj.layer_norm_weight"),
+    ],
+)
+def test_names_are_those_of_a_gpu_run(real_checkpoint: Callable[[str], Path], name: str, expected: str) -> None:
+    """Norms have the names that Transformer Engine's specs give them, though local modules did the training."""
+    assert expected in _tensors(real_checkpoint(name))
+
+
+def test_legacy_files_round_trip(real_checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """A legacy save of a state holds all of it: loaded and saved as torch_dist, it is what we started from."""
+    source = real_checkpoint("dense_tp2_pp2_full")
+    legacy = resave(source.parent, RECIPES["legacy_tp2_pp2"], tmp_path / "legacy")
+    assert {path.name for path in legacy.iterdir()} == {f"mp_rank_0{tp}_00{pp}" for tp in range(2) for pp in range(2)}
+    back = _tensors(resave(legacy.parent, RECIPES["dense_tp2_pp2_full"], tmp_path / "back"))
+    assert all(torch.equal(back[name], tensor) for name, tensor in _tensors(source).items())
 
 
 def test_training_moved_the_weights(real_checkpoint: Callable[[str], Path]) -> None:
