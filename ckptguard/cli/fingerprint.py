@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from ckptguard.cli import options
+from ckptguard.cli.megatron_names import named, names_option
 
 
 @click.command(short_help="Digest the content of every tensor.")
@@ -20,10 +21,17 @@ from ckptguard.cli import options
 )
 @options.step_option
 @options.tensors_option
+@names_option
 @options.threads_option
 @options.json_option
 def fingerprint(
-    path: str, output: Path | None, step: str | None, globs: tuple[str, ...], threads: int | None, as_json: bool
+    path: str,
+    output: Path | None,
+    step: str | None,
+    globs: tuple[str, ...],
+    names: str,
+    threads: int | None,
+    as_json: bool,
 ) -> int:
     """Digest the content of every tensor, independent of layout and format.
 
@@ -38,7 +46,8 @@ def fingerprint(
     from ckptguard.formats.storage import write_atomically
     from ckptguard.report.progress import progress_bar
 
-    with open_checkpoint(path, step=step) as checkpoint, progress_bar() as progress:
+    with open_checkpoint(path, step=step) as opened, progress_bar() as progress:
+        checkpoint = named(opened, names)
         options.refuse_no_match(checkpoint.index.tensors, globs)
         matches = options.matcher(globs)
         prints = fingerprint_checkpoint(checkpoint, keep=lambda e: matches(e.name), threads=threads, progress=progress)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import click
 
 from ckptguard.cli import options
+from ckptguard.cli.megatron_names import named, names_option
 
 
 @click.command(short_help="Show what is in a checkpoint.")
 @options.path_argument()
 @options.step_option
 @options.tensors_option
+@names_option
 @options.json_option
-def inspect(path: str, step: str | None, globs: tuple[str, ...], as_json: bool) -> int:
+def inspect(path: str, step: str | None, globs: tuple[str, ...], names: str, as_json: bool) -> int:
     """Show what is in a checkpoint, without reading its tensor data.
 
     PATH is an iteration directory, a root with a tracker, a Hugging Face snapshot or a hub id (org/name[@revision]).
@@ -21,7 +23,7 @@ def inspect(path: str, step: str | None, globs: tuple[str, ...], as_json: bool) 
     from ckptguard.formats.registry import open_checkpoint
 
     with open_checkpoint(path, step=step) as checkpoint:
-        index = checkpoint.index
+        index = (named(checkpoint, names) if names == "global" else checkpoint).index  # auto: as it is stored
         options.refuse_no_match(index.tensors, globs)
         chosen = [e for n, e in index.tensors.items() if globs and options.matcher(globs)(n)]
         summary = summarise(index)
