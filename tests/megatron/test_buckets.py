@@ -74,7 +74,7 @@ def test_unused_ranges_are_outside_all_parameters(frozen: Frozen, asked: Asked) 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "buckets", "parameters"),
-    [("moe_ep2_pp2", 6, 58), ("dense_pp2_vpp2", 4, 27), ("overlap_tp1_pp1", None, 27)],
+    [("moe_ep2_pp2", 6, 4 * 5 + 3 + 4 * 4 * 2), ("dense_pp2_vpp2", 4, 4 * 6 + 3), ("overlap_tp1_pp1", None, 4 * 6 + 3)],
 )
 def test_real_buckets(real_checkpoint: Made, read: Read, name: str, buckets: int | None, parameters: int) -> None:
     """Two optimizers (dense and expert parameters), two model chunks a rank, and several buckets a buffer."""

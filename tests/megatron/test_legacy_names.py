@@ -14,7 +14,8 @@ from ckptguard.core.boxes import missing_part, overlaps
 from ckptguard.core.errors import UnsupportedError
 from ckptguard.core.index import Chunk, TensorEntry
 from ckptguard.engine.fingerprints import fingerprint_checkpoint
-from ckptguard.fingerprint.tensors import BoxSum, Fingerprint, add, fingerprint_array
+from ckptguard.fingerprint.tensors import BoxSum, fingerprint_array
+from ckptguard.fingerprint.values import Fingerprint, add
 from ckptguard.formats.base import Checkpoint
 from ckptguard.formats.registry import open_checkpoint
 from ckptguard.megatron.legacy_names import to_global, to_global_view
