@@ -114,14 +114,25 @@ def _missing_ranks(files: Directory) -> list[Problem]:
         match = RANK_FOLDER.fullmatch(folder)
         if match and rest.endswith(".pt"):
             ranks.setdefault(tuple(int(g) for g in match.groups() if g is not None), set()).add(rest)
-    out, usual = [], set().union(*ranks.values()) if ranks else set()
-    shape = [max(axis) + 1 for axis in zip(*ranks, strict=False)]
-    for rank in _product(shape):
-        gone = usual - ranks.get(rank, set())
-        for rest in sorted(gone):
+    usual = set().union(*ranks.values()) if ranks else set()
+    out = []
+    for rank in sorted(_expected(set(ranks))):
+        for rest in sorted(usual - ranks.get(rank, set())):
             name = "mp_rank_" + "_".join(f"{n:0{2 if i == 0 else 3}d}" for i, n in enumerate(rank)) + f"/{rest}"
             out.append(Problem("missing-file", f"{name} is missing; the other ranks have theirs", file=name))
     return out
+
+
+def _expected(ranks: set[tuple[int, ...]]) -> set[tuple[int, ...]]:
+    """Every index of every axis; with experts, each stage has the (tensor, expert) pairs that the other stages have.
+
+    Not every pair exists: with expert TP below TP, a tensor rank meets only some expert ranks.
+    """
+    shape = [max(axis) + 1 for axis in zip(*ranks, strict=False)]
+    if len(shape) < 3:
+        return set(_product(shape))
+    pairs = {(tensor, expert) for tensor, _, expert in ranks}
+    return {(tensor, stage, expert) for tensor, expert in pairs for stage in range(shape[1])}
 
 
 def _product(shape: list[int]) -> Iterator[tuple[int, ...]]:
