@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from ckptguard.core.boxes import Box
 from ckptguard.core.errors import DamagedError, UnsupportedError
 from ckptguard.core.index import Chunk, Index, ObjectEntry, Span, TensorEntry
 from ckptguard.core.problems import Problem
@@ -93,40 +94,67 @@ def placed(
 
 
 def check_crcs(checkpoint: Checkpoint, found: Found, progress: Progress = SILENT) -> tuple[list[Problem], int]:
-    """Checks every stored CRC-32. Detects any single damaged byte of a tensor, and needs no manifest.
+    """Checks every stored CRC-32. Detects any damage to a tensor's or object's bytes, and needs no manifest.
 
     Returns:
         The problems, and how many bytes had a CRC to be checked against.
     """
-    chosen = [(place, at) for place, at in found if at.crc32 is not None]
-    total = sum(at.span.length_bytes for _, at in chosen)
+    reader, buffers = checkpoint.reader, Buffers()
+    items: list[tuple[Record, tuple[str, Box | None]]] = [
+        (Record(at.span, at.crc32, at.memory), (entry.name, chunk.box)) for (entry, chunk), at in found
+    ]
+    for blob in checkpoint.index.objects.values():
+        if _in_file(checkpoint.index, blob.span):
+            items += [(record, (blob.name, None)) for record in object_records(reader, blob)]
+    items = [item for item in items if item[0].crc32 is not None]
+    total = sum(record.span.length_bytes for record, _ in items)
     progress.start("checking CRCs", total)
-    buffers = Buffers()
 
-    def work(item: tuple[Place, Located]) -> Problem | None:
-        (entry, chunk), at = item
-        ok = crc_matches(checkpoint.reader, at, buffers.view)
-        progress.advance(at.span.length_bytes)
+    def work(item: tuple[Record, tuple[str, Box | None]]) -> Problem | None:
+        record, (name, box) = item
+        ok = crc_matches(reader, record, buffers.view)
+        progress.advance(record.span.length_bytes)
         if ok:
             return None
-        message = f"{chunk.span.file}: {entry.name} {chunk.box}: its bytes do not match the CRC-32 stored beside them"
-        return Problem(
-            "crc", message, file=chunk.span.file, tensor=entry.name, box=chunk.box, rank=rank_of(chunk.span.file)
-        )
+        file, where = record.span.file, f"{name} {box}" if box else f"object {name}"
+        message = f"{file}: {where}: its bytes do not match the CRC-32 stored beside them"
+        return Problem("crc", message, file=file, tensor=name, box=box, rank=rank_of(file))
 
-    return [p for p in run(chosen, work) if p is not None], total
+    return [p for p in run(items, work) if p is not None], total
 
 
-def crc_matches(reader: Reader, at: Located, buffer: memoryview) -> bool:
-    """Whether a storage has the CRC-32 that its zip says. True where none is stored."""
-    if at.crc32 is None:
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Bytes that have a CRC-32 stored beside them, or None; of ``memory`` instead of the file if that is set."""
+
+    span: Span
+    crc32: int | None
+    memory: bytes | None = None
+
+
+def object_records(reader: Reader, blob: ObjectEntry) -> list[Record]:
+    """The records of an object that is a zip of torch.save; none for other objects or for a broken zip."""
+    if blob.transforms or blob.span.length_bytes < 4:
+        return []
+    try:
+        records = reader.open_zip(blob.span, where=blob.name).records.values()
+    except (DamagedError, UnsupportedError):
+        return []
+    file, start = blob.span.file, blob.span.offset_bytes
+    return [Record(Span(file, start + r.data_bytes, r.length_bytes), r.crc32) for r in records]
+
+
+def crc_matches(reader: Reader, record: Record, buffer: memoryview) -> bool:
+    """Whether bytes have the CRC-32 that is stored beside them. True where none is."""
+    span = record.span
+    if record.crc32 is None:
         return True
-    if at.memory is not None:
-        return zlib.crc32(at.memory[at.span.offset_bytes : at.span.end_bytes]) == at.crc32
+    if record.memory is not None:
+        return zlib.crc32(record.memory[span.offset_bytes : span.end_bytes]) == record.crc32
     crc, done = 0, 0
-    while done < at.span.length_bytes:
-        part = buffer[: min(len(buffer), at.span.length_bytes - done)]
-        reader.files.read_into(at.span.file, at.span.offset_bytes + done, part)
+    while done < span.length_bytes:
+        part = buffer[: min(len(buffer), span.length_bytes - done)]
+        reader.files.read_into(span.file, span.offset_bytes + done, part)
         crc = zlib.crc32(part, crc)
         done += len(part)
-    return crc == at.crc32
+    return crc == record.crc32

@@ -9,7 +9,7 @@ from ckptguard.core.boxes import bounding_box
 from ckptguard.core.errors import DamagedError
 from ckptguard.core.index import Chunk, Index, Span, TensorEntry
 from ckptguard.core.problems import Problem
-from ckptguard.engine.contents import crc_matches
+from ckptguard.engine.contents import Record, crc_matches, object_records
 from ckptguard.engine.structure import rank_of
 from ckptguard.engine.workers import BUFFER_BYTES
 from ckptguard.formats.base import Checkpoint
@@ -64,7 +64,9 @@ class Placer:
         for span, name, chunk in self._spans.get(file, ()):
             if chunk is None:
                 if span.offset_bytes < end and span.end_bytes > begin:
-                    yield _Suspect(self._problem(base, f"object {name}", file, block, begin, end, name), False)
+                    problem = self._problem(base, f"object {name}", file, block, begin, end, name)
+                    records = object_records(self.checkpoint.reader, index.objects[name])
+                    yield _Suspect(problem, bool(records) and all(self._fits(record) for record in records))
                 continue
             entry = index.tensors[name]
             try:
@@ -89,7 +91,7 @@ class Placer:
     def _tensor_suspect(
         self, base: str, file: str, block: int, begin: int, end: int, entry: TensorEntry, chunk: Chunk, at: Located
     ) -> _Suspect:
-        sound = at.crc32 is not None and crc_matches(self.checkpoint.reader, at, self._buffer)
+        sound = self._fits(Record(at.span, at.crc32, at.memory))
         box = chunk.box
         if at.memory is None and at.strides is None and at.numel:
             itemsize, start = at.dtype.itemsize, at.span.offset_bytes + at.first_element * at.dtype.itemsize
@@ -104,6 +106,9 @@ class Placer:
             box=box, rank=rank_of(file),
         )  # fmt: skip
         return _Suspect(problem, sound)
+
+    def _fits(self, record: Record) -> bool:
+        return record.crc32 is not None and crc_matches(self.checkpoint.reader, record, self._buffer)
 
     def _problem(
         self, base: str, text: str, file: str, block: int, begin: int, end: int, tensor: str, chunk: Chunk | None = None

@@ -31,7 +31,9 @@ class Damage:
 
 def data_files(directory: Path) -> list[Path]:
     """The files that hold tensors, sorted."""
-    found = [p for p in directory.rglob("*") if p.suffix in (".distcp", ".safetensors") or p.parent.name.startswith("mp_")]
+    found = [
+        p for p in directory.rglob("*") if p.suffix in (".distcp", ".safetensors") or p.parent.name.startswith("mp_")
+    ]
     return sorted(p for p in found if p.is_file())
 
 
