@@ -14,6 +14,7 @@ from ckptguard.engine.structure import rank_of
 from ckptguard.engine.workers import SILENT, Buffers, Progress, run
 from ckptguard.formats.base import Checkpoint
 from ckptguard.formats.chunks import Located, Reader
+from ckptguard.formats.pickles import FENCE
 
 Place = tuple[TensorEntry, Chunk]
 Found = list[tuple[Place, Located]]
@@ -27,19 +28,18 @@ def check_headers(checkpoint: Checkpoint) -> tuple[list[Problem], Found]:
     """
     problems: list[Problem] = []
     found: Found = []
-    for place in places(checkpoint.index):
-        entry, chunk = place
-        try:
-            found.append((place, checkpoint.reader.locate(entry, chunk)))
-        except DamagedError as error:
-            problems += placed(error, chunk.span, entry, chunk)
-        except UnsupportedError as error:
-            problems.append(
-                Problem("unreadable", error.message, file=chunk.span.file, tensor=entry.name, box=chunk.box)
-            )
-    for blob in checkpoint.index.objects.values():
-        if _in_file(checkpoint.index, blob.span):
-            problems += check_object(checkpoint.reader, blob)
+    with FENCE:
+        for place in places(checkpoint.index):
+            entry, chunk = place
+            try:
+                found.append((place, checkpoint.reader.locate(entry, chunk)))
+            except DamagedError as error:
+                problems += placed(error, chunk.span, entry, chunk)
+            except UnsupportedError as error:
+                problems.append(_unreadable(error, chunk.span, entry.name, chunk.box))
+        for blob in checkpoint.index.objects.values():
+            if _in_file(checkpoint.index, blob.span):
+                problems += check_object(checkpoint.reader, blob)
     return problems, found
 
 
@@ -54,8 +54,12 @@ def check_object(reader: Reader, blob: ObjectEntry) -> list[Problem]:
             if p.kind != "unreadable" or _is_pickle(reader, blob)
         ]
     except UnsupportedError as error:
-        return [Problem("unreadable", error.message, file=blob.span.file, tensor=blob.name)]
+        return [_unreadable(error, blob.span, blob.name, None)]
     return []
+
+
+def _unreadable(error: UnsupportedError, span: Span, name: str, box: Box | None) -> Problem:
+    return Problem("unreadable", error.message, file=span.file, tensor=name, box=box, rank=rank_of(span.file))
 
 
 def _is_pickle(reader: Reader, blob: ObjectEntry) -> bool:

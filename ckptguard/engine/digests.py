@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ckptguard.core.errors import DamagedError
 from ckptguard.core.problems import Problem
 from ckptguard.engine.structure import rank_of
-from ckptguard.engine.workers import BUFFER_BYTES, Buffers, Progress, default_threads, run
+from ckptguard.engine.workers import BUFFER_BYTES, Buffers, Progress, aligned_buffer, default_threads, run
 from ckptguard.fingerprint.manifest import FileDigest, block_bytes_for
 from ckptguard.formats.storage import Directory
 
@@ -62,7 +62,7 @@ def digest_files(
     def work(item: tuple[str, int]) -> Outcome:
         return _digest(files, item, buffers.view, progress, whole=whole, blocks=blocks, hash_threads=1)
 
-    wide = memoryview(bytearray(_WIDE_BUFFER_BYTES)) if alone else memoryview(b"")
+    wide = aligned_buffer(_WIDE_BUFFER_BYTES) if alone else memoryview(b"")
     for item in alone:
         yield _digest(files, item, wide, progress, whole=whole, blocks=False, hash_threads=count)
     yield from run(spread, work, threads=count)

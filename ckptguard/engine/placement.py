@@ -11,7 +11,7 @@ from ckptguard.core.index import Chunk, Index, Span, TensorEntry
 from ckptguard.core.problems import Problem
 from ckptguard.engine.contents import Record, crc_matches, object_records
 from ckptguard.engine.structure import rank_of
-from ckptguard.engine.workers import BUFFER_BYTES
+from ckptguard.engine.workers import BUFFER_BYTES, aligned_buffer
 from ckptguard.formats.base import Checkpoint
 from ckptguard.formats.chunks import Located
 
@@ -30,7 +30,7 @@ class Placer:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
         self._spans = checkpoint.index.spans()
-        self._buffer = memoryview(bytearray(BUFFER_BYTES))
+        self._buffer = aligned_buffer(BUFFER_BYTES)
 
     def place(self, file: str, block: int, begin_bytes: int, end_bytes: int) -> list[Problem]:
         """What stands in the damaged bytes ``[begin_bytes, end_bytes)`` of a file.

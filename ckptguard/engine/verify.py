@@ -6,22 +6,19 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from ckptguard.core.errors import CkptguardError, DamagedError, UnknownFormatError, UsageError
 from ckptguard.core.problems import Problem
 from ckptguard.engine import contents, structure
-from ckptguard.engine.digests import changed_blocks, digest_files, size_problem
-from ckptguard.engine.placement import Placer
+from ckptguard.engine.sealed import Comparison, Mode
 from ckptguard.engine.workers import SILENT, Buffers, Progress, run
-from ckptguard.fingerprint.manifest import FILE_NAME, FileDigest, Manifest, parse
+from ckptguard.fingerprint.manifest import FILE_NAME, Manifest, parse
 from ckptguard.fingerprint.values import Fingerprint
 from ckptguard.formats import registry
-from ckptguard.formats.base import Checkpoint
+from ckptguard.formats.base import Checkpoint, Format
 from ckptguard.formats.chunks import Reader
 from ckptguard.formats.storage import Directory
 
-Mode = Literal["full", "quick"]
 INTEGRITY = "integrity.json"  # Megatron Core's own manifest: {"files": {name: sha256}} or {name: sha256}
 
 
@@ -91,40 +88,36 @@ def verify(
     """
     against = against or Authority()
     where = registry.resolve(path, step=step)
-    checkpoint, files, failure = _open(where)
-    report = Report(str(files.root), checkpoint.index.format if checkpoint else None, files=len(files.listing))
+    found, files = _detect(where)
+    report = Report(str(files.root))
     with files:
-        if failure:
-            report.problems += failure
+        report.files = len(files.listing)
         manifest = _manifest(files, against, report)
-        if manifest is None and checkpoint is None:
-            return report
-        sealed = frozenset(manifest.files) | {FILE_NAME} if manifest else frozenset()
-        found = _structure(checkpoint, files, sealed, report)
-        if manifest is not None:
-            _against_manifest(files, manifest, checkpoint, mode, report, progress)
-        elif checkpoint is not None and mode == "full":
-            _unsealed(checkpoint, found, report, progress)
+        if manifest is None:
+            checkpoint, chunks = _structure(found, files, frozenset(), report)
+            if checkpoint is not None and mode == "full":
+                _unsealed(checkpoint, chunks, report, progress)
+        else:
+            # The bytes are digested while the index is read and checked: one core would only wait for the other.
+            with Comparison(files, manifest, mode, progress) as comparison:
+                checkpoint, _ = _structure(found, files, frozenset(manifest.files) | {FILE_NAME}, report)
+                comparison.report(checkpoint, report.problems, report.proved)
+            report.bytes_checked += comparison.bytes_checked
         if against.fingerprints is not None:
             _against_fingerprints(checkpoint, against.fingerprints, report, progress)
     report.problems = _unique(report.problems)
     return report
 
 
-def _open(where: Path) -> tuple[Checkpoint | None, Directory, list[Problem]]:
-    """Opens as far as possible: a sealed checkpoint is checked even when its index cannot be read any more."""
+def _detect(where: Path) -> tuple[Format | None, Directory]:
+    """The format and its files; a sealed checkpoint is checked even when nothing of its format is left to recognise."""
     try:
         found = registry.detect(where)
     except UnknownFormatError:
         if not (where / FILE_NAME).is_file():
             raise
-        problem = Problem("unreadable", f"{where}: sealed, but no longer a checkpoint of a known format")
-        return None, Directory(where), [problem]
-    files = found.open_files(where)
-    try:
-        return Checkpoint(found.read_index(files), files, Reader(files)), files, []
-    except DamagedError as error:
-        return None, files, list(error.problems) or [Problem("unreadable", error.message)]
+        return None, Directory(where)
+    return found, found.open_files(where)
 
 
 def _manifest(files: Directory, against: Authority, report: Report) -> Manifest | None:
@@ -151,72 +144,28 @@ def _manifest(files: Directory, against: Authority, report: Report) -> Manifest 
 
 
 def _structure(
-    checkpoint: Checkpoint | None, files: Directory, sealed: frozenset[str], report: Report
-) -> contents.Found:
-    """Index and headers; returns where the sound chunks stand."""
-    if checkpoint is None:
+    found: Format | None, files: Directory, sealed: frozenset[str], report: Report
+) -> tuple[Checkpoint | None, contents.Found]:
+    """Index and headers; returns the checkpoint, if its index can be read, and where the sound chunks stand."""
+    if found is None:
+        text = f"{files.root}: sealed, but no longer a checkpoint of a known format"
+        report.problems += [Problem("unreadable", text), *structure.links(files.listing)]
+        return None, []
+    try:
+        checkpoint = Checkpoint(found.read_index(files), files, Reader(files))
+    except DamagedError as error:
+        report.problems += error.problems or [Problem("unreadable", error.message)]
         report.problems += structure.links(files.listing)
-        return []
+        return None, []
+    report.format = checkpoint.index.format
     report.problems += structure.check(checkpoint.index, sealed=sealed)
-    problems, found = contents.check_headers(checkpoint)
+    problems, chunks = contents.check_headers(checkpoint)
     report.problems += problems
-    report.proved.append(
-        "every element of every tensor is stored once, in files of the right size; no pickle runs code"
-    )
-    return found
-
-
-def _against_manifest(
-    files: Directory, manifest: Manifest, checkpoint: Checkpoint | None, mode: Mode, report: Report, progress: Progress
-) -> None:
-    """Missing, extra, resized and changed files, each placed as closely as it can be."""
-    present = [name for name in manifest.files if name in files.listing and files.listing[name].size_bytes >= 0]
-    for name in manifest.files.keys() - set(present):
-        text = f"{name}: missing; it was sealed with {manifest.files[name].size_bytes} bytes"
-        report.problems.append(Problem("missing-file", text, file=name, rank=structure.rank_of(name)))
-    for name in files.listing.keys() - manifest.files.keys() - {FILE_NAME}:
-        text = f"{name}: was not there when the checkpoint was sealed"
-        report.problems.append(Problem("extra-file", text, file=name, rank=structure.rank_of(name)))
-    resized = {n: p for n in present if (p := size_problem(n, manifest.files[n], files.size(n)))}
-    report.problems += resized.values()
-    progress.start("comparing blocks" if mode == "quick" else "comparing bytes", sum(files.size(n) for n in present))
-    wanted = [(name, manifest.files[name].block_bytes) for name in present]
-    changed = []
-    for outcome in digest_files(files, wanted, progress, whole=mode == "full", blocks=mode == "quick"):
-        sealed = manifest.files[outcome.name]
-        if outcome.error:
-            report.problems += outcome.error.problems
-        elif (outcome.blake3 != sealed.blake3) if mode == "full" else (outcome.blocks != sealed.blocks):
-            changed.append(outcome.name)
-        report.bytes_checked += files.size(outcome.name)
-    placer = Placer(checkpoint) if checkpoint else None
-    for name in sorted(changed):
-        report.problems += _place(files, name, manifest.files[name], placer, sized=name not in resized)
-    count = len(manifest.files)
-    what = "BLAKE3 of every byte" if mode == "full" else "XXH3 of every block"
-    report.proved.append(
-        f"{what} of {count} sealed files compared, none missing or extra" if not changed else f"{what} compared"
-    )
-
-
-def _place(files: Directory, name: str, sealed: FileDigest, placer: Placer | None, *, sized: bool) -> list[Problem]:
-    """Reads a changed file once more for its block digests, and says what stands in the changed blocks."""
-    (outcome,) = digest_files(files, [(name, sealed.block_bytes)], SILENT, whole=False, threads=1)
-    size = files.size(name)
-    runs = changed_blocks(sealed, outcome.blocks)
-    out: list[Problem] = []
-    for first, last in runs:
-        begin, end = first * sealed.block_bytes, min(last * sealed.block_bytes, max(size, sealed.size_bytes))
-        if placer is not None:
-            out += placer.place(name, first, begin, end)
-        else:
-            text = f"{name}: block {first} (bytes {begin} to {end}) is not what was sealed"
-            out.append(
-                Problem("changed", text, file=name, block=first, bytes_range=(begin, end), rank=structure.rank_of(name))
-            )
-    if not runs and sized:
-        out.append(Problem("changed", f"{name}: its bytes are not the ones that were sealed", file=name))
-    return out
+    if not any(p.is_damage for p in report.problems):
+        report.proved.append(
+            "every element of every tensor is stored once, in files of the right size; no pickle runs code"
+        )
+    return checkpoint, chunks
 
 
 def _unsealed(checkpoint: Checkpoint, found: contents.Found, report: Report, progress: Progress) -> None:

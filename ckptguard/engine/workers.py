@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -66,8 +67,18 @@ def run[Task, Result](
                 future.cancel()
 
 
+def aligned_buffer(size_bytes: int) -> memoryview:
+    """A writable buffer that begins at a page, on a huge page where the kernel has one.
+
+    Reads into a bytearray, which begins 16 bytes into a page, ran at two thirds of the speed.
+    """
+    memory = mmap.mmap(-1, size_bytes)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)
+
+
 class Buffers(threading.local):
     """One read buffer per thread, made on first use."""
 
     def __init__(self, size_bytes: int = BUFFER_BYTES) -> None:
-        self.view = memoryview(bytearray(size_bytes))
+        self.view = aligned_buffer(size_bytes)

@@ -305,7 +305,7 @@ class _Fence:
 
     A pickle of a few bytes can ask for gigabytes (a huge length, a huge memo index). Inside the block the address space of
     the process may grow by ``_FENCE_BYTES`` at most. The limit is the process's: threads inside at once share one fence, and
-    the last to leave takes it down.
+    the last to leave takes it down. Whoever reads many pickles enters it once around all of them.
     """
 
     def __init__(self) -> None:
@@ -333,7 +333,7 @@ class _Fence:
                 resource.setrlimit(resource.RLIMIT_AS, self._before)
 
 
-_FENCE = _Fence()
+FENCE = _Fence()
 
 
 def load(data: bytes, *, where: str, file: str | None = None, tensor: str | None = None) -> Any:
@@ -353,7 +353,7 @@ def load(data: bytes, *, where: str, file: str | None = None, tensor: str | None
         DamagedError: It is not a complete pickle, or asks for far more memory than its size explains.
     """
     try:
-        with _FENCE:
+        with FENCE:
             return _Unpickler(io.BytesIO(data), {}).load()
     except _RefusedError as error:
         message = f"{where}: its pickle names {error}, which no checkpoint needs; nothing was run"

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from pathlib import Path
 
 from ckptguard.core.errors import EnvironmentFailedError, NotFoundError, UnknownFormatError, UsageError
-from ckptguard.formats import hub
 from ckptguard.formats.base import Checkpoint, Format, steps_below, trackers_of
 from ckptguard.formats.chunks import Reader
-from ckptguard.formats.hf import HuggingFace
-from ckptguard.formats.legacy import LegacyTorch
-from ckptguard.formats.torch_dist import Dcp, TorchDist
 
-FORMATS: tuple[Format, ...] = (TorchDist(), Dcp(), LegacyTorch(), HuggingFace())
+# Module and class of each format, in the order they are tried; a module is imported when its turn comes.
+FORMATS = (
+    ("ckptguard.formats.torch_dist", "TorchDist"),
+    ("ckptguard.formats.torch_dist", "Dcp"),
+    ("ckptguard.formats.legacy", "LegacyTorch"),
+    ("ckptguard.formats.hf", "HuggingFace"),
+)
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, step: str | None = None) -> Checkpoint:
@@ -46,7 +49,8 @@ def detect(chosen: Path) -> Format:
     """
     reasons = {}
     try:
-        for candidate in FORMATS:
+        for module, name in FORMATS:
+            candidate: Format = getattr(import_module(module), name)()
             reason = candidate.why_not(chosen)
             if reason is None:
                 return candidate
@@ -69,6 +73,8 @@ def resolve(path: str | os.PathLike[str], *, step: str | None = None) -> Path:
     where = Path(path)
     if where.exists():
         return choose_step(where, step)
+    from ckptguard.formats import hub
+
     if isinstance(path, str) and hub.looks_like_id(path):
         return choose_step(hub.download(path), step)
     raise NotFoundError(
