@@ -28,11 +28,11 @@ ckptguard_python() {
 ckptguard_setup() {
     local python stamp
     if [ -x .venv/bin/python ]; then python=.venv/bin/python; else python=$(ckptguard_python) || return 2; fi
-    stamp=$(cat pyproject.toml tools/constraints.txt | sha256sum | cut -c1-64)
+    stamp=$(cat pyproject.toml tools/constraints.txt ckptguard/fingerprint/words.c | sha256sum | cut -c1-64)
     if [ "$(cat .venv/ckptguard-stamp 2>/dev/null)" != "$stamp" ]; then
         echo "setting up .venv (a few minutes the first time)" >&2
         [ -x .venv/bin/python ] || "$python" -m venv .venv || return 6
-        if ! .venv/bin/python -m pip install -q --disable-pip-version-check -c tools/constraints.txt -e '.[dev]' >.venv/setup.log 2>&1; then
+        if ! .venv/bin/python -m pip install -q --disable-pip-version-check -c tools/constraints.txt --config-settings editable_mode=compat -e '.[dev]' >.venv/setup.log 2>&1; then
             cat .venv/setup.log >&2
             return 6
         fi

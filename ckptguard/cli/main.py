@@ -65,11 +65,8 @@ def run(arguments: list[str]) -> int:
 
 
 def _show(error: CkptguardError, *, as_json: bool) -> None:
-    from rich.console import Console
-
-    from ckptguard.report import tables
+    from ckptguard.report import lines
 
     if as_json:
-        click.echo(json.dumps(tables.error_dict(error), indent=2))
-    out = Console(stderr=True, highlight=False)
-    tables.print_error(error, out)
+        click.echo(json.dumps(lines.error_dict(error), indent=2))
+    click.echo("\n".join(lines.of_error(error)), err=True)

@@ -56,9 +56,9 @@ def verify(path: str, quick: bool, against: str | None, step: str | None, as_jso
             }
         )
     else:
-        from ckptguard.report import tables
+        from ckptguard.report import lines
 
-        tables.print_report(report, tables.console())
+        click.echo("\n".join(lines.of_report(report)))
     return int(ExitCode.DAMAGED if report.damaged else ExitCode.OK)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -209,6 +208,8 @@ def _integrity(files: Directory, report: Report, progress: Progress) -> None:
 
 
 def _sha256(files: Directory, name: str, buffer: memoryview, progress: Progress) -> str:
+    import hashlib
+
     hasher, done, size = hashlib.sha256(), 0, files.size(name)
     while done < size:
         part = buffer[: min(len(buffer), size - done)]

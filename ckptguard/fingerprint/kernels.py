@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 from numba import njit
 
 from ckptguard.fingerprint.residues import DIGIT, DIGIT_BITS
+
+if TYPE_CHECKING:
+    from ckptguard.fingerprint.tensors import Prepared
 
 Words = npt.NDArray[Any]  # uint8 or uint16, flat
 Table = npt.NDArray[np.uint32]
@@ -39,25 +42,6 @@ def mulmod(a, b):  # type: ignore[no-untyped-def]
     low = (mid << half) | (low & mask)
     # high * 2**64 + low = (high * 8 + low >> 61) * 2**61 + (low mod 2**61)
     return _reduce((low & np.uint64(0x1FFFFFFFFFFFFFFF)) + (high << np.uint64(3)) + (low >> np.uint64(61)))
-
-
-@njit(nogil=True, cache=True)
-def multiply_all(a, b):  # type: ignore[no-untyped-def]
-    """Element by element a * b mod p of two flat arrays of one length."""
-    out = np.empty(a.size, np.uint64)
-    for i in range(a.size):
-        out[i] = mulmod(a[i], b[i])
-    return out
-
-
-@njit(nogil=True, cache=True)
-def outer(a, b):  # type: ignore[no-untyped-def]
-    """All products a[i] * b[j] mod p, row-major."""
-    out = np.empty(a.size * b.size, np.uint64)
-    for i in range(a.size):
-        for j in range(b.size):
-            out[i * b.size + j] = mulmod(a[i], b[j])
-    return out
 
 
 @njit(nogil=True, cache=True, inline="always")
@@ -185,3 +169,10 @@ def accumulate(  # type: ignore[no-untyped-def]
             place = (index >> DIGIT_BITS) - base
             sums[0] = _reduce(sums[0] + mulmod(mulmod(_lane(dots[4 * r], dots[4 * r + 1]), high[0, place]), w0))
             sums[1] = _reduce(sums[1] + mulmod(mulmod(_lane(dots[4 * r + 2], dots[4 * r + 3]), high[1, place]), w1))
+
+
+def accumulate_prepared(prepared: Prepared, words: Words, first: int, sums: npt.NDArray[np.uint64]) -> None:
+    """``accumulate`` with the weights of a box."""
+    p = prepared
+    table = np.ascontiguousarray(p.table)
+    accumulate(words, first, table, p.per_step, p.line_steps, p.step_offset, p.sizes, p.weights, p.starts, p.high, sums)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,11 +14,13 @@ import numpy.typing as npt
 
 from ckptguard.core.boxes import Box
 from ckptguard.core.dtypes import DType
-from ckptguard.fingerprint import kernels
+from ckptguard.fingerprint import native
+from ckptguard.fingerprint.modular import multiply, outer
 from ckptguard.fingerprint.residues import DIGIT, DIGIT_BITS, LANES, digit_residues, places, word_residues
 from ckptguard.fingerprint.values import Fingerprint
 
 _MIN_LINE_WORDS = 64
+_ROW_GAP = 80  # five cache lines
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,6 +69,7 @@ class BoxSum:
             split -= 1
         self.step_elements = max(1, step // dtype.words)
         self.prepared = _prepare(dtype, self.shape, box, split, step)
+        self._native = native.weights_of(self.prepared, dtype.word_bytes) if native.library() else None
 
     def of(self, data: npt.NDArray[np.uint8] | memoryview, begin: int = 0) -> tuple[int, int]:
         """Sums over a range of elements.
@@ -83,19 +87,54 @@ class BoxSum:
         if not len(data):
             return 0, 0
         words = np.frombuffer(data, self.word_dtype)
-        p = self.prepared
+        first = self._first_step(words.size, begin)
+        sums = np.zeros(LANES, np.uint64)
+        if self._native is not None:
+            native.library().ckptguard_accumulate(
+                ctypes.byref(self._native), words.ctypes.data, words.size, first, sums.ctypes.data
+            )
+        else:
+            from ckptguard.fingerprint import kernels
+
+            kernels.accumulate_prepared(self.prepared, words, first, sums)
+        return int(sums[0]), int(sums[1])
+
+    def of_file(
+        self, handle: int, offset_bytes: int, begin: int, end: int, buffer: memoryview
+    ) -> tuple[int, int] | None:
+        """As ``of`` for elements ``[begin, end)`` that stand in a file, read and summed without the GIL.
+
+        Args:
+            handle: An open file.
+            offset_bytes: Where element ``begin`` stands.
+            begin: First element, a multiple of ``step_elements``.
+            end: One past the last element, likewise.
+            buffer: Writable memory to read through, of at least one step.
+
+        Returns:
+            The sum of each lane; None if this is not possible here, or reading failed: reading again says how.
+        """
+        if self._native is None or begin >= end:
+            return None
+        count = (end - begin) * self.dtype.words
+        first = self._first_step(count, begin)
+        sums = (ctypes.c_uint64 * LANES)()
+        failed = native.library().ckptguard_accumulate_file(
+            ctypes.byref(self._native), handle, offset_bytes, count, first,
+            ctypes.addressof(ctypes.c_char.from_buffer(buffer)), len(buffer), sums,
+        )  # fmt: skip
+        return None if failed else (sums[0], sums[1])
+
+    def _first_step(self, words: int, begin: int) -> int:
+        """Number of the step that element ``begin`` opens, if so many words from there on are whole steps of the box."""
         first, begins_inside = divmod(begin, self.step_elements)
-        steps, ends_inside = divmod(words.size, p.per_step)
+        steps, ends_inside = divmod(words, self.prepared.per_step)
         if begins_inside or ends_inside or begin < 0 or (first + steps) * self.step_elements > self.box.numel:
             raise ValueError(
-                f"{len(data)} bytes from element {begin} on are no run of whole steps inside box {self.box}; "
+                f"{words} words from element {begin} on are no run of whole steps inside box {self.box}; "
                 f"a step is {self.step_elements} elements of {self.dtype}"
             )
-        sums = np.zeros(LANES, np.uint64)
-        kernels.accumulate(
-            words, first, p.table, p.per_step, p.line_steps, p.step_offset, p.sizes, p.weights, p.starts, p.high, sums
-        )
-        return int(sums[0]), int(sums[1])
+        return first
 
 
 def _prepare(dtype: DType, shape: tuple[int, ...], box: Box, split: int, step: int) -> Prepared:
@@ -120,12 +159,14 @@ def _prepare(dtype: DType, shape: tuple[int, ...], box: Box, split: int, step: i
     )
 
 
+@lru_cache(maxsize=64)  # the layers of a model share most of them
 def _index_weights(dim: int, offset: int, size: int, extent: int) -> npt.NDArray[np.uint64]:
     """Weight of every index of ``[offset, offset + size)`` along a dim; uint64 (2, size)."""
     index = np.arange(offset, offset + size, dtype=np.int64)
     return _digits_product(dim, index, range(places(extent)))
 
 
+@lru_cache(maxsize=64)
 def _high_weights(dim: int, offset: int, size: int, extent: int) -> npt.NDArray[np.uint64]:
     """Weight of the digits above the lowest, for every ``index >> 12`` that the range meets; uint64 (2, n)."""
     last = offset + max(size, 1) - 1
@@ -138,7 +179,7 @@ def _digits_product(dim: int, index: npt.NDArray[np.int64], chosen: Iterable[int
     for place in chosen:
         digit = (index >> (DIGIT_BITS * place)) & (DIGIT - 1)
         for lane in range(LANES):
-            out[lane] = kernels.multiply_all(out[lane], digit_residues(lane, dim, place)[digit])
+            out[lane] = multiply(out[lane], digit_residues(lane, dim, place)[digit])
     return out
 
 
@@ -149,8 +190,8 @@ def _table(dim: int, words: int, later: tuple[tuple[int, int, int, int], ...]) -
     for lane in range(LANES):
         row = digit_residues(lane, dim, 0)
         for later_dim, offset, size, extent in later:
-            row = kernels.outer(row, _index_weights(later_dim, offset, size, extent)[lane])
-        lanes.append(kernels.outer(row, word_residues(lane)[:words]))
+            row = outer(row, _index_weights(later_dim, offset, size, extent)[lane])
+        lanes.append(outer(row, word_residues(lane)[:words]))
     return _halves(lanes)
 
 
@@ -160,10 +201,13 @@ def _zero_dim_table(words: int) -> npt.NDArray[np.uint32]:
 
 
 def _halves(lanes: Sequence[npt.NDArray[np.uint64]]) -> npt.NDArray[np.uint32]:
-    rows: list[npt.NDArray[Any]] = []
-    for lane in lanes:
-        rows += [(lane & np.uint64(0xFFFFFFFF)).astype(np.uint32), (lane >> np.uint64(32)).astype(np.uint32)]
-    return np.ascontiguousarray(np.stack(rows))
+    """The four rows of a table, a view of a wider array: rows 4096 words apart would share the sets of a core's cache."""
+    count = len(lanes[0])
+    wide = np.zeros((2 * LANES, count + _ROW_GAP), np.uint32)
+    for lane, values in enumerate(lanes):
+        wide[2 * lane, :count] = values & np.uint64(0xFFFFFFFF)
+        wide[2 * lane + 1, :count] = values >> np.uint64(32)
+    return wide[:, :count]
 
 
 def fingerprint_array(

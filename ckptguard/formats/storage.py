@@ -142,7 +142,7 @@ class Directory:
             EnvironmentFailedError: The file system reports an error.
         """
         try:
-            with self._reading(name) as handle:
+            with self.reading(name) as handle:
                 done = 0
                 while done < len(buffer):
                     count = os.preadv(handle, [buffer[done:]], offset_bytes + done)
@@ -163,7 +163,7 @@ class Directory:
         )
 
     @contextmanager
-    def _reading(self, name: str) -> Iterator[int]:
+    def reading(self, name: str) -> Iterator[int]:
         """A handle that stays open for the time of the block; the longest unused ones are closed beyond a limit."""
         with self._lock:
             handle = self._handles.pop(name, None) or _Handle(self._open(name))

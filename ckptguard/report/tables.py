@@ -1,28 +1,24 @@
-"""Result values as text for a terminal."""
+"""Result values as tables for a terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import click
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ckptguard.core.errors import CkptguardError, DamagedError
-from ckptguard.report import units
+from ckptguard.report import lines, units
 
 if TYPE_CHECKING:  # types only: what verify prints must not import what diff computes with
     from ckptguard.core.index import TensorEntry
-    from ckptguard.core.problems import Problem
     from ckptguard.engine.diff import TensorDiff
     from ckptguard.engine.summary import Group, Summary
-    from ckptguard.engine.verify import Report
-    from ckptguard.fingerprint.values import Fingerprint
 
 _MAX_PATTERNS = 60
-_MAX_PROBLEMS = 50
 
 
 def console() -> Console:
@@ -38,31 +34,30 @@ def _table(*columns: str, right: Sequence[int] = ()) -> Table:
     return table
 
 
-def _rows(out: Console, pairs: Sequence[tuple[str, str | None]]) -> None:
-    for name, value in pairs:
-        if value:
-            out.print(f"  [bold]{name:<11}[/bold] {escape(value)}", soft_wrap=True)
-
-
 def print_summary(summary: Summary, out: Console) -> None:
     """``inspect``."""
     index, facts = summary.index, summary.index.facts
     layout = "  ".join(f"{axis.upper()} {n}" for axis, n in facts.layout.items())
     extra = ", ".join(f"{k} {v}" for k, v in facts.extra.items() if v not in ({}, [], None))
-    out.print(f"[bold]{escape(index.location)}[/bold]", soft_wrap=True)
-    _rows(
-        out,
-        [
-            ("format", index.format + (f", Megatron Core {facts.version}" if facts.version else "")),
-            ("iteration", None if facts.iteration is None else str(facts.iteration)),
-            ("saved under", layout or None),
-            ("optimizer", facts.optimizer_format),
-            ("parameters", units.count(summary.parameters)),
-            ("stored", f"{len(index.tensors)} tensors and {len(index.objects)} objects in {summary.data_files} files"),
-            ("sealed", "yes" if summary.sealed else "no (`ckptguard seal` writes a manifest)"),
-            ("also says", extra or None),
-        ],
-    )
+    say = [
+        lines.title(index.location),
+        *lines.facts(
+            [
+                ("format", index.format + (f", Megatron Core {facts.version}" if facts.version else "")),
+                ("iteration", None if facts.iteration is None else str(facts.iteration)),
+                ("saved under", layout or None),
+                ("optimizer", facts.optimizer_format),
+                ("parameters", units.count(summary.parameters)),
+                (
+                    "stored",
+                    f"{len(index.tensors)} tensors and {len(index.objects)} objects in {summary.data_files} files",
+                ),
+                ("sealed", "yes" if summary.sealed else "no (`ckptguard seal` writes a manifest)"),
+                ("also says", extra or None),
+            ]
+        ),
+    ]
+    click.echo("\n".join(say))
     _group_table(out, "Use", summary.kinds)
     _group_table(out, "Dtype", summary.dtypes)
     _group_table(out, "Tensors by pattern", summary.patterns, shapes=True)
@@ -72,8 +67,8 @@ def print_summary(summary: Summary, out: Console) -> None:
             table.add_row(escape(path), role or "not part of the format")
         out.print(table)
     if summary.problems:
-        out.print(f"[bold red]{len(summary.problems)} problems[/bold red] (`ckptguard verify` looks closer)")
-        print_problems(summary.problems, out)
+        head = click.style(f"{len(summary.problems)} problems", fg="red", bold=True)
+        click.echo("\n".join([f"{head} (`ckptguard verify` looks closer)", *lines.of_problems(summary.problems)]))
 
 
 def _group_table(out: Console, title: str, groups: Sequence[Group], *, shapes: bool = False) -> None:
@@ -106,45 +101,6 @@ def print_tensors(entries: Sequence[TensorEntry], out: Console) -> None:
     out.print(table)
 
 
-def print_fingerprints(prints: dict[str, Fingerprint], roots: dict[str, str], algorithm: str, out: Console) -> None:
-    """``fingerprint``."""
-    table = _table("Tensor", "Dtype", "Shape", "Fingerprint")
-    for name, value in prints.items():
-        table.add_row(escape(name), value.dtype, units.shape(value.shape), value.hex)
-    out.print(table)
-    _rows(out, [("algorithm", algorithm), *((f"{what} root", value) for what, value in roots.items())])
-
-
-def print_report(report: Report, out: Console) -> None:
-    """``verify``."""
-    damage = [p for p in report.problems if p.is_damage]
-    out.print(f"[bold]{escape(report.location)}[/bold]", soft_wrap=True)
-    sealed = f"seal {report.seal}" if report.seal else "not sealed"
-    _rows(out, [("format", f"{report.format or 'unreadable'}, {report.files} files, {sealed}")])
-    for text in report.proved:
-        out.print(f"  [green]checked[/green]     {escape(text)}", soft_wrap=True)
-    print_problems([p for p in report.problems if not p.is_damage], out)
-    print_problems(damage, out)
-    if damage:
-        files = {p.file for p in damage if p.file}
-        tensors = {p.tensor for p in damage if p.tensor}
-        out.print(
-            f"[bold red]DAMAGED[/bold red]: {len(damage)} problems in {len(files)} files, {len(tensors)} tensors or objects"
-        )
-    else:
-        out.print(f"[bold green]whole[/bold green]: no damage found ({units.size(report.bytes_checked)} compared)")
-
-
-def print_problems(problems: Sequence[Problem], out: Console) -> None:
-    """One line a problem, with the rank that wrote the file where its name says it."""
-    for problem in problems[:_MAX_PROBLEMS]:
-        style = "red" if problem.is_damage else "yellow"
-        rank = f" (rank {problem.rank})" if problem.rank else ""
-        out.print(f"  [{style}]{problem.kind}[/{style}] {escape(problem.message)}{escape(rank)}", soft_wrap=True)
-    if len(problems) > _MAX_PROBLEMS:
-        out.print(f"  and {len(problems) - _MAX_PROBLEMS} more; --json lists all")
-
-
 def print_diff(diffs: Sequence[TensorDiff], out: Console, *, everything: bool) -> None:
     """``diff``: what is not the same, then one line of counts."""
     shown = [d for d in diffs if everything or d.status != "same"]
@@ -156,8 +112,9 @@ def print_diff(diffs: Sequence[TensorDiff], out: Console, *, everything: bool) -
     counts: dict[str, int] = {}
     for item in diffs:
         counts[item.status] = counts.get(item.status, 0) + 1
-    verdict = "[bold red]DIFFERENT[/bold red]" if any(d.differs for d in diffs) else "[bold green]equal[/bold green]"
-    out.print(f"{verdict}: " + ", ".join(f"{n} {status}" for status, n in counts.items()))
+    differs = any(d.differs for d in diffs)
+    verdict = click.style("DIFFERENT" if differs else "equal", fg="red" if differs else "green", bold=True)
+    click.echo(f"{verdict}: " + ", ".join(f"{n} {status}" for status, n in counts.items()))
 
 
 def _status(item: TensorDiff) -> str:
@@ -191,27 +148,3 @@ def _what(item: TensorDiff) -> str:
         if c.elements
     ]
     return ", ".join(parts)
-
-
-def print_error(error: CkptguardError, out: Console) -> None:
-    """An error on stderr: what, all problems, the next step."""
-    lines = str(error).splitlines()
-    out.print(f"[bold red]error:[/bold red] {escape(lines[0])}", soft_wrap=True)
-    if isinstance(error, DamagedError) and len(error.problems) > 1:
-        print_problems(error.problems, out)
-    for line in lines[1:]:
-        out.print(escape(line), soft_wrap=True)
-
-
-def error_dict(error: CkptguardError) -> dict[str, Any]:
-    """An error for --json."""
-    problems = error.problems if isinstance(error, DamagedError) else ()
-    return {
-        "error": {
-            "class": type(error).__name__,
-            "exit_code": int(error.exit_code),
-            "message": str(error),
-            "next_step": error.next_step,
-            "problems": [p.as_dict() for p in problems],
-        }
-    }

@@ -12,7 +12,10 @@ LAYER = {"fc1": (4096, 2048), "fc2": (2048, 4096), "qkv": (3072, 2048), "proj": 
 
 
 def large(path: Path, size_bytes: int) -> Path:
-    """A torch_dist checkpoint of bf16 weights and fp32 optimizer state, homogeneous keys, four files."""
+    """A torch_dist checkpoint of bf16 weights and fp32 masters, one key a layer, in four files.
+
+    All layers hold the same random bits, so that making 16 GiB takes little memory; nothing that reads them can know.
+    """
     if (path / "metadata.json").exists():
         return path
     import torch
@@ -24,9 +27,10 @@ def large(path: Path, size_bytes: int) -> Path:
     layers = max(1, size_bytes // per_layer)
     generator = torch.Generator().manual_seed(0)
     state = {}
+    random = {n: torch.randint(-(2**62), 2**62, (a * b * 6 // 8,), generator=generator) for n, (a, b) in LAYER.items()}
     for layer in range(layers):
         for name, shape in LAYER.items():
-            bits = torch.randint(-(2**62), 2**62, (shape[0] * shape[1] * 6 // 8,), generator=generator)
+            bits = random[name]
             half = shape[0] * shape[1] * 2 // 8
             state[f"decoder.layers.{layer}.{name}.weight"] = bits[:half].view(torch.bfloat16).view(shape)
             state[f"optimizer.state.param.decoder.layers.{layer}.{name}.weight"] = (
