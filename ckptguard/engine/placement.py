@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ckptguard.core.boxes import bounding_box
-from ckptguard.core.errors import DamagedError
+from ckptguard.core.errors import DamagedError, UnsupportedError
 from ckptguard.core.index import Chunk, Index, Span, TensorEntry
 from ckptguard.core.problems import Problem
 from ckptguard.engine.contents import Record, crc_matches, object_records
@@ -71,7 +71,7 @@ class Placer:
             entry = index.tensors[name]
             try:
                 located = self._located(entry, chunk, span, begin, end)
-            except DamagedError as error:
+            except (DamagedError, UnsupportedError) as error:
                 text = f"{name} {chunk.box}, whose header is damaged ({error.message})"
                 yield _Suspect(self._problem(base, text, file, block, begin, end, name, chunk), False)
                 continue

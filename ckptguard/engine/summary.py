@@ -97,7 +97,7 @@ def summarise(index: Index) -> Summary:
         size = sum(blob.span.length_bytes for blob in blobs)
         kinds.append(Group("objects", len(blobs), len(blobs), 0, size, "-", ()))
     used = {c.span.file for e in entries for c in e.chunks} | {b.span.file for b in blobs}
-    others = {name: index.roles.get(name, "") for name in index.files if name not in used}
+    others = {name: index.roles.get(name, "") for name in index.files if name not in used or name in index.roles}
     return Summary(
         index=index,
         parameters=sum(e.numel for e in entries if kind_of(e) == "weights"),

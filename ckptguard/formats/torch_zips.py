@@ -74,7 +74,7 @@ def read_torch_zip(read_at: ReadAt, length_bytes: int, *, where: str, file: str,
     Raises:
         DamagedError: The zip is not whole, or its pickle is not.
         UnsafePickleError: Its pickle names something outside the allow-list.
-        UnsupportedError: A record is compressed, or the data are big-endian.
+        UnsupportedError: The data are big-endian.
     """
     try:
         records = {r.name: r for r in _records(read_at, length_bytes)}
@@ -110,7 +110,7 @@ def _records(read_at: ReadAt, length: int) -> list[ZipRecord]:
         at += name_length + extra_length + comment_length
         plain, packed, local = _wide(extra, plain, packed, local)
         if method != _NO_COMPRESSION or plain != packed:
-            raise UnsupportedError(f"record {name} is compressed (method {method}); torch.save never does that")
+            raise ValueError(f"record {name} is compressed (method {method}), which torch.save never does")
         head = read_at(local, _LOCAL.size) if local + _LOCAL.size <= length else b""
         if head[:4] != b"PK\x03\x04":
             raise ValueError(f"no record {name} at byte {local}")
