@@ -43,6 +43,12 @@ def seal(
         EnvironmentFailedError: The manifest cannot be written.
     """
     target = checkpoint.files.root / FILE_NAME
+    others = [entry.name for entry in target.parent.iterdir() if entry.name not in checkpoint.files.listing]
+    if any(name.endswith(".safetensors") for name in others):
+        raise UsageError(
+            f"{target.parent}: holds {', '.join(sorted(others)[:4])} too; a seal is for a whole directory",
+            next_step="Give the directory instead of one of its files.",
+        )
     if target.exists() and not replace:
         raise UsageError(
             f"{target}: already sealed",

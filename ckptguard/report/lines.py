@@ -44,8 +44,8 @@ def of_report(report: Report) -> Iterator[str]:
         counts = f"{len(damage)} problems in {len(files)} files, {len(tensors)} tensors or objects"
         yield f"{click.style('DAMAGED', fg='red', bold=True)}: {counts}"
     else:
-        compared = units.size(report.bytes_checked)
-        yield f"{click.style('whole', fg='green', bold=True)}: no damage found ({compared} compared)"
+        compared = f"{units.size(report.bytes_checked)} compared" if report.bytes_checked else "no bytes were compared"
+        yield f"{click.style('whole', fg='green', bold=True)}: no damage found ({compared})"
 
 
 def of_problems(problems: Sequence[Problem]) -> Iterator[str]:

@@ -382,3 +382,16 @@ def test_a_lost_index_still_leaves_the_manifest(sealed: Path) -> None:
         report, kinds = damage_of(sealed)
         assert {"missing-file", "unreadable"} <= kinds
         assert report.format is None
+
+
+def test_one_file_of_several_is_not_sealed_alone(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    for name in ("a", "b"):
+        save_file({name: torch.ones(3)}, tmp_path / f"{name}.safetensors", metadata={"format": "pt"})
+    with (
+        open_checkpoint(tmp_path / "a.safetensors") as checkpoint,
+        pytest.raises(CkptguardError, match="whole directory"),
+    ):
+        seal(checkpoint)
+    assert not (tmp_path / FILE_NAME).exists()
