@@ -13,6 +13,7 @@ from ckptguard.cli import options
 from ckptguard.core.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
+    from ckptguard.engine.sealed import Mode
     from ckptguard.engine.verify import Authority
 
 _SEAL = re.compile(r"[0-9a-f]{64}")
@@ -26,9 +27,12 @@ _SEAL = re.compile(r"[0-9a-f]{64}")
     metavar="SEAL|FILE",
     help="What was kept elsewhere: the seal, a copy of the manifest, or a file of `fingerprint -o`.",
 )
+@click.option(
+    "--masters", is_flag=True, help="Also check that every weight is its fp32 master rounded (fully_reshardable)."
+)
 @options.step_option
 @options.json_option
-def verify(path: str, quick: bool, against: str | None, step: str | None, as_json: bool) -> int:
+def verify(path: str, quick: bool, against: str | None, masters: bool, step: str | None, as_json: bool) -> int:
     """Check that a checkpoint is whole and its bytes are the ones that were sealed.
 
     Structure first: every element stored once, sizes right, nothing missing or extra, no pickle that runs code. Then the
@@ -38,10 +42,9 @@ def verify(path: str, quick: bool, against: str | None, step: str | None, as_jso
     from ckptguard.engine.verify import verify as check
     from ckptguard.report.progress import progress_bar
 
+    mode: Mode = "quick" if quick else "full"
     with progress_bar() as progress:
-        report = check(
-            path, step=step, mode="quick" if quick else "full", against=_authority(against), progress=progress
-        )
+        report = check(path, step=step, mode=mode, against=_authority(against), masters=masters, progress=progress)
     if as_json:
         options.print_json(
             {

@@ -21,6 +21,7 @@ Kind = Literal[
     "escape",  # a path or symlink that leaves the checkpoint directory
     "unsafe-pickle",
     "unreadable",  # not parsable at all
+    "masters",  # a weight is not its fp32 master rounded
     "manifest",  # the manifest itself is damaged or is not the expected one
     "note",  # worth saying, not damage
 ]

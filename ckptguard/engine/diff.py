@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from ckptguard.core.boxes import Box, meetings, split_rows
+from ckptguard.core.boxes import Box, meetings, split_rows, unravel
 from ckptguard.core.errors import UsageError
 from ckptguard.core.index import Chunk, TensorEntry
 from ckptguard.engine import padding
@@ -184,11 +184,14 @@ def _count(
             out.append(Counts())
             continue
         x, y = (np.ascontiguousarray(side[chosen]).reshape(-1) for side in rows)
-        first = tuple(
-            int(o + i) for o, i in zip(part.offset, np.unravel_index(int(chosen[0]), part.size or (1,)), strict=False)
-        )
+        first = first_of(part, int(chosen[0]))
         out.append(Counts(len(chosen), different_bits(x, y), first, largest_difference(x, y, entry.dtype)))
     return out[0], out[1], out[2]
+
+
+def first_of(part: Box, number: int) -> tuple[int, ...]:
+    """Global coordinates of a row-major element number inside a box."""
+    return tuple(o + i for o, i in zip(part.offset, unravel(number, part.size), strict=True))
 
 
 def _verdict(

@@ -70,6 +70,7 @@ def verify(
     step: str | None = None,
     mode: Mode = "full",
     against: Authority | None = None,
+    masters: bool = False,
     progress: Progress = SILENT,
 ) -> Report:
     """Checks structure, then bytes.
@@ -80,6 +81,7 @@ def verify(
         mode: "full" compares every byte with its BLAKE3 (unsealed: the CRC-32 beside each tensor); "quick" the block digests
             (unsealed: structure and sizes only).
         against: What was kept elsewhere when it was sealed.
+        masters: Also check that every weight is its fp32 master rounded, where both are stored in one shape.
         progress: Hears of the bytes done.
 
     Raises:
@@ -104,6 +106,8 @@ def verify(
             report.bytes_checked += comparison.bytes_checked
         if against.fingerprints is not None:
             _against_fingerprints(checkpoint, against.fingerprints, report, progress)
+        if masters:
+            _masters(checkpoint, report, progress)
     report.problems = _unique(report.problems)
     return report
 
@@ -243,6 +247,21 @@ def _against_fingerprints(
             text = f"{name}: its fingerprint is {found[name]}, expected {expected[name]}"
             report.problems.append(Problem("changed", text, tensor=name))
     report.proved.append(f"fingerprints of {len(found)} tensors compared with the kept ones")
+
+
+def _masters(checkpoint: Checkpoint | None, report: Report, progress: Progress) -> None:
+    from ckptguard.engine.masters import check_masters
+
+    if checkpoint is None or any(p.is_damage for p in report.problems):
+        report.problems.append(Problem("note", "masters were not compared with weights: the checkpoint is damaged"))
+        return
+    problems, count = check_masters(checkpoint, progress)
+    report.problems += problems
+    if count:
+        report.proved.append(f"{count} weights compared with their fp32 masters")
+    else:
+        text = "masters were not compared with weights: no weight has its master stored in its own shape"
+        report.problems.append(Problem("note", f"{text} (only fully_reshardable does)"))
 
 
 def _unique(problems: list[Problem]) -> list[Problem]:
