@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckptguard.core.errors import CkptguardError, DamagedError, UnknownFormatError, UsageError
+from ckptguard.core.errors import CkptguardError, DamagedError, UnknownFormatError, UnsupportedError, UsageError
 from ckptguard.core.problems import Problem
 from ckptguard.engine import contents, structure
 from ckptguard.engine.sealed import Comparison, Mode
@@ -156,8 +156,11 @@ def _structure(
         return None, []
     try:
         checkpoint = Checkpoint(found.read_index(files), files, Reader(files))
-    except DamagedError as error:
-        report.problems += error.problems or [Problem("unreadable", error.message)]
+    except (DamagedError, UnsupportedError) as error:
+        if isinstance(error, UnsupportedError) and not sealed:
+            raise
+        problems = error.problems if isinstance(error, DamagedError) else ()
+        report.problems += problems or [Problem("unreadable", error.message)]
         report.problems += structure.links(files.listing)
         return None, []
     report.format = checkpoint.index.format

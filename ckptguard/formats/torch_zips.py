@@ -80,10 +80,13 @@ def read_torch_zip(read_at: ReadAt, length_bytes: int, *, where: str, file: str,
         records = {r.name: r for r in _records(read_at, length_bytes)}
         pickle = records["data.pkl"]
         order = records.get("byteorder")
-        if order and read_at(order.data_bytes, order.length_bytes) != b"little":
+        byte_order = read_at(order.data_bytes, order.length_bytes) if order else b"little"
+        if byte_order == b"big":
             raise UnsupportedError(
                 f"{where}: was written on a big-endian machine", next_step="Save it again on a little-endian one."
             )
+        if byte_order != b"little":
+            raise ValueError(f"its byte order is {byte_order[:16]!r}")
         data = read_at(pickle.data_bytes, pickle.length_bytes)
     except (struct.error, KeyError, ValueError, UnicodeDecodeError) as error:
         reason = "it holds no data.pkl" if isinstance(error, KeyError) else str(error)

@@ -395,3 +395,13 @@ def test_one_file_of_several_is_not_sealed_alone(tmp_path: Path) -> None:
     ):
         seal(checkpoint)
     assert not (tmp_path / FILE_NAME).exists()
+
+
+def test_a_flip_that_makes_another_format_of_it_is_damage(tmp_path: Path) -> None:
+    """Sealed, it is known to have been readable."""
+    path, _ = sealed_copy(DENSE, tmp_path / "ckpt")
+    marker = path / "metadata.json"
+    marker.write_text(marker.read_text().replace("torch_dist", "torch_dast"))
+    report, kinds = damage_of(path)
+    assert kinds == {"changed", "unreadable"}
+    assert "metadata.json" in {p.file for p in report.problems if p.is_damage}
