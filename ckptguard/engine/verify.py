@@ -159,8 +159,8 @@ def _structure(
     except (DamagedError, UnsupportedError) as error:
         if isinstance(error, UnsupportedError) and not sealed:
             raise
-        problems = error.problems if isinstance(error, DamagedError) else ()
-        report.problems += problems or [Problem("unreadable", error.message)]
+        told = error.problems if isinstance(error, DamagedError) else ()
+        report.problems += told or [Problem("unreadable", error.message)]
         report.problems += structure.links(files.listing)
         return None, []
     report.format = checkpoint.index.format
