@@ -471,3 +471,18 @@ def test_parts_of_different_dtypes(tmp_path: Path) -> None:
         path = tmp_path / f"shard-0000{rank}-model-00001-of-00001.safetensors"
         save_file({"x": torch.zeros(2, dtype=dtype)}, path, metadata={"DCP_SHARDING_INFO": info})
     assert seen(damage(tmp_path)) == {("layout", "shard-00002-model-00001-of-00001.safetensors", "x")}
+
+
+def test_verify_names_the_rows_of_a_missing_first_shard(rows: Path, tmp_path: Path) -> None:
+    """torch's own reader loads such a directory without a word and leaves half of the rows as they were."""
+    from ckptguard.engine.verify import verify
+
+    path = tmp_path / "rows"
+    shutil.copytree(rows, path)
+    assert not verify(path).damaged
+    next(path.glob("shard-00001-*")).unlink()
+    problems = [p for p in verify(path).problems if p.is_damage]
+    assert "missing-file" in {p.kind for p in problems}
+    gaps = [p for p in problems if p.kind == "missing-chunk"]
+    assert gaps
+    assert all(p.box is not None and p.box.offset[0] == 0 for p in gaps)
