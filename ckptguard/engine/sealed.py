@@ -48,12 +48,11 @@ class Comparison:
         quick = self.mode == "quick"
         return list(digest_files(self.files, wanted, progress, whole=not quick, blocks=quick))
 
-    def report(self, checkpoint: Checkpoint | None, problems: list[Problem], proved: list[str]) -> None:
-        """Adds to the problems, and to what was proved.
+    def report(self, checkpoint: Checkpoint | None, proved: list[str]) -> list[Problem]:
+        """Waits for the digests and returns everything that is not as it was sealed.
 
         Args:
             checkpoint: Says which tensors stand in changed bytes; None if its index cannot be read.
-            problems: Is added to.
             proved: Is added to.
         """
         found = self._files()
@@ -70,7 +69,7 @@ class Comparison:
         what = "BLAKE3 of every byte" if self.mode == "full" else "XXH3 of every block"
         whole = f" of {len(self.manifest.files)} sealed files compared: all as sealed, none missing or extra"
         proved.append(what + (" compared" if found else whole))
-        problems += found
+        return found
 
     def _differs(self, outcome: Outcome) -> bool:
         sealed = self.manifest.files[outcome.name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from ckptguard.formats.base import Checkpoint, Format
 from ckptguard.formats.chunks import Reader
 from ckptguard.formats.storage import Directory
 
+_INDEX_FILE = re.compile(r"\.metadata|metadata\.json|.*\.index\.json")
+_OF_THE_FILES = ("escape", "unsafe-pickle", "manifest")  # true whatever an index says
 INTEGRITY = "integrity.json"  # Megatron Core's own manifest: {"files": {name: sha256}} or {name: sha256}
 
 
@@ -102,7 +105,8 @@ def verify(
             # The bytes are digested while the index is read and checked: one core would only wait for the other.
             with Comparison(files, manifest, mode, progress) as comparison:
                 checkpoint, _ = _structure(found, files, frozenset(manifest.files) | {FILE_NAME}, report)
-                comparison.report(checkpoint, report.problems, report.proved)
+                changes = comparison.report(checkpoint, report.proved)
+            report.problems = [*_without_consequences(report.problems, changes), *changes]
             report.bytes_checked += comparison.bytes_checked
         if against.fingerprints is not None:
             _against_fingerprints(checkpoint, against.fingerprints, report, progress)
@@ -250,6 +254,23 @@ def _against_fingerprints(
             text = f"{name}: its fingerprint is {found[name]}, expected {expected[name]}"
             report.problems.append(Problem("changed", text, tensor=name))
     report.proved.append(f"fingerprints of {len(found)} tensors compared with the kept ones")
+
+
+def _without_consequences(structural: list[Problem], changes: list[Problem]) -> list[Problem]:
+    """Leaves out what a changed index makes of the other files: it says nothing about them."""
+    changed = {p.file for p in changes if p.file and _INDEX_FILE.fullmatch(p.file)}
+    if not changed:
+        return structural
+
+    def stands(p: Problem) -> bool:
+        by_itself = p.kind in _OF_THE_FILES or (p.kind == "unreadable" and p.file is None)
+        return not p.is_damage or p.file in changed or by_itself
+
+    kept = [p for p in structural if stands(p)]
+    if gone := len(structural) - len(kept):
+        text = f"{', '.join(sorted(changed))}: changed, so {gone} contradictions between it and the other files are not listed"
+        kept.append(Problem("note", text))
+    return kept
 
 
 def _masters(checkpoint: Checkpoint | None, report: Report, progress: Progress) -> None:

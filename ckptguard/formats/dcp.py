@@ -101,7 +101,9 @@ def _stored(storage_data: dict[Any, Any]) -> dict[str, dict[tuple[int, ...] | No
     out: dict[str, dict[tuple[int, ...] | None, Place]] = {}
     for index, info in storage_data.items():
         offset = getattr(index, "offset", None)  # an object has none
-        span = Span(str(info.relative_path), int(info.offset), int(info.length))
+        if not isinstance(info.relative_path, str):
+            raise ValueError(f"a chunk of {index.fqn} is stored in {info.relative_path!r}, which is no file name")
+        span = Span(info.relative_path, int(info.offset), int(info.length))
         transforms = getattr(info, "transform_descriptors", None) or ()
         out.setdefault(index.fqn, {})[None if offset is None else tuple(offset)] = (span, tuple(map(str, transforms)))
     return out
