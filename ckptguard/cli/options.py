@@ -24,7 +24,9 @@ tensors_option = click.option(
     metavar="GLOB",
     help="Only tensors whose name matches; may be given several times.",
 )
-threads_option = click.option("--threads", type=click.IntRange(1), help="Worker threads; by default as many as cores.")
+threads_option = click.option(
+    "--threads", type=click.IntRange(1), help="Worker threads; by default as many as cores, up to 16."
+)
 
 
 def path_argument(name: str = "path", metavar: str = "PATH") -> Callable[[Command], Command]:

@@ -37,9 +37,12 @@ class Silent:
 SILENT = Silent()
 
 
+_MOST_THREADS = 16  # beyond that memory is the limit, not cores
+
+
 def default_threads() -> int:
-    """As many threads as cores this process may use."""
-    return len(os.sched_getaffinity(0))
+    """As many threads as cores this process may use, up to 16."""
+    return min(len(os.sched_getaffinity(0)), _MOST_THREADS)
 
 
 def run[Task, Result](

@@ -24,7 +24,8 @@ from ckptguard.core.dtypes import BY_NAME, BY_STORAGE_CLASS, DType
 from ckptguard.core.errors import DamagedError, UnsafePickleError
 from ckptguard.core.problems import Problem
 
-_FENCE_BYTES = 4 << 30  # the index of a million chunks unpickles to about 2 GiB
+# The index of a million chunks unpickles to about 2 GiB; threads that start meanwhile reserve 0.1 GiB each.
+_FENCE_BYTES = 6 << 30
 
 
 class Record:
