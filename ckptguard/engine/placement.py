@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ckptguard.core.boxes import bounding_box
 from ckptguard.core.errors import DamagedError, UnsupportedError
-from ckptguard.core.index import Chunk, Index, Span, TensorEntry
+from ckptguard.core.index import Chunk, Encoding, Index, TensorEntry
 from ckptguard.core.problems import Problem
 from ckptguard.engine.contents import Record, crc_matches, object_records
 from ckptguard.engine.structure import rank_of
@@ -31,6 +31,7 @@ class Placer:
         self.checkpoint = checkpoint
         self._spans = checkpoint.index.spans()
         self._buffer = aligned_buffer(BUFFER_BYTES)
+        self._known: dict[Record, bool] = {}
 
     def place(self, file: str, block: int, begin_bytes: int, end_bytes: int) -> list[Problem]:
         """What stands in the damaged bytes ``[begin_bytes, end_bytes)`` of a file.
@@ -60,33 +61,33 @@ class Placer:
         return guilty
 
     def _suspects(self, file: str, block: int, begin: int, end: int, base: str) -> Iterator[_Suspect]:
+        """Tensors first; objects only if no tensor is guilty, since a legacy file is one object around its tensors."""
         index: Index = self.checkpoint.index
+        objects, guilty = [], False
         for span, name, chunk in self._spans.get(file, ()):
+            # Where a safetensors blob begins is no place of a tensor: that one has to be looked up first.
+            apart = span.offset_bytes >= end or span.end_bytes <= begin
+            if apart and (chunk is None or chunk.encoding is not Encoding.SAFETENSORS):
+                continue
             if chunk is None:
-                if span.offset_bytes < end and span.end_bytes > begin:
-                    problem = self._problem(base, f"object {name}", file, block, begin, end, name)
-                    records = object_records(self.checkpoint.reader, index.objects[name])
-                    yield _Suspect(problem, bool(records) and all(self._fits(record) for record in records))
+                objects.append(name)
                 continue
             entry = index.tensors[name]
             try:
-                located = self._located(entry, chunk, span, begin, end)
+                located = self.checkpoint.reader.locate(entry, chunk)
             except (DamagedError, UnsupportedError) as error:
                 text = f"{name} {chunk.box}, whose header is damaged ({error.message})"
-                yield _Suspect(self._problem(base, text, file, block, begin, end, name, chunk), False)
-                continue
-            if located is not None:
-                yield self._tensor_suspect(base, file, block, begin, end, entry, chunk, located)
-
-    def _located(self, entry: TensorEntry, chunk: Chunk, span: Span, begin: int, end: int) -> Located | None:
-        """Where the chunk's elements stand, if the chunk meets the damage at all."""
-        whole_item = chunk.encoding.value == "torch_zip"
-        if whole_item and (span.offset_bytes >= end or span.end_bytes <= begin):
-            return None
-        located = self.checkpoint.reader.locate(entry, chunk)
-        if not whole_item and (located.span.offset_bytes >= end or located.span.end_bytes <= begin):
-            return None
-        return located
+                suspect = _Suspect(self._problem(base, text, file, block, begin, end, name, chunk), False)
+            else:
+                if apart and (located.span.offset_bytes >= end or located.span.end_bytes <= begin):
+                    continue
+                suspect = self._tensor_suspect(base, file, block, begin, end, entry, chunk, located)
+            guilty = guilty or not suspect.sound
+            yield suspect
+        for name in () if guilty else objects:
+            records = object_records(self.checkpoint.reader, index.objects[name])
+            problem = self._problem(base, f"object {name}", file, block, begin, end, name)
+            yield _Suspect(problem, bool(records) and all(self._fits(record) for record in records))
 
     def _tensor_suspect(
         self, base: str, file: str, block: int, begin: int, end: int, entry: TensorEntry, chunk: Chunk, at: Located
@@ -108,7 +109,14 @@ class Placer:
         return _Suspect(problem, sound)
 
     def _fits(self, record: Record) -> bool:
-        return record.crc32 is not None and crc_matches(self.checkpoint.reader, record, self._buffer)
+        """Whether a CRC is stored and matches; each is computed once, however many blocks are damaged."""
+        if record not in self._known:
+            try:
+                fits = record.crc32 is not None and crc_matches(self.checkpoint.reader, record, self._buffer)
+            except DamagedError:  # the file ends before the record does
+                fits = False
+            self._known[record] = fits
+        return self._known[record]
 
     def _problem(
         self, base: str, text: str, file: str, block: int, begin: int, end: int, tensor: str, chunk: Chunk | None = None
