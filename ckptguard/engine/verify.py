@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptguard.core.errors import CkptguardError, DamagedError, UnknownFormatError, UnsupportedError, UsageError
 from ckptguard.core.problems import Problem
-from ckptguard.engine import contents, structure
+from ckptguard.engine import contents, structure, unsealed
 from ckptguard.engine.sealed import Comparison, Mode
-from ckptguard.engine.workers import SILENT, Buffers, Progress, run
+from ckptguard.engine.workers import SILENT, Progress
 from ckptguard.fingerprint.manifest import FILE_NAME, Manifest, parse
 from ckptguard.fingerprint.values import Fingerprint
 from ckptguard.formats import registry
@@ -21,7 +20,6 @@ from ckptguard.formats.storage import Directory
 
 _INDEX_FILE = re.compile(r"\.metadata|metadata\.json|.*\.index\.json")
 _OF_THE_FILES = ("escape", "unsafe-pickle", "manifest")  # true whatever an index says
-INTEGRITY = "integrity.json"  # Megatron Core's own manifest: {"files": {name: sha256}} or {name: sha256}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +98,10 @@ def verify(
         if manifest is None:
             checkpoint, chunks = _structure(found, files, frozenset(), report)
             if checkpoint is not None and mode == "full":
-                _unsealed(checkpoint, chunks, report, progress)
+                problems, proved, checked = unsealed.check(checkpoint, chunks, progress)
+                report.problems += problems
+                report.proved += proved
+                report.bytes_checked += checked
         else:
             # The bytes are digested while the index is read and checked: one core would only wait for the other.
             with Comparison(files, manifest, mode, progress) as comparison:
@@ -176,59 +177,6 @@ def _structure(
             "every element of every tensor is stored once, in files of the right size; no pickle runs code"
         )
     return checkpoint, chunks
-
-
-def _unsealed(checkpoint: Checkpoint, found: contents.Found, report: Report, progress: Progress) -> None:
-    """Without a manifest: Megatron's integrity.json if it is there, and the CRC-32 beside each tensor."""
-    problems, checked = contents.check_crcs(checkpoint, found, progress)
-    report.problems += problems
-    report.bytes_checked += checked
-    if checked:
-        report.proved.append(f"CRC-32 of {checked} tensor bytes compared with the one stored beside them")
-    if INTEGRITY in checkpoint.files.listing:
-        _integrity(checkpoint.files, report, progress)
-    text = "not sealed: there is no manifest to compare bytes with; `ckptguard seal` writes one"
-    report.problems.append(Problem("note", text))
-
-
-def _integrity(files: Directory, report: Report, progress: Progress) -> None:
-    """Megatron Core's SHA-256 manifest (core/dist_checkpointing/validation.py, 0.18 and later)."""
-    try:
-        table = json.loads(files.read(INTEGRITY))
-        listed = {str(k): str(v) for k, v in table.get("files", table).items() if isinstance(v, str) and len(v) == 64}
-    except (ValueError, AttributeError, RecursionError) as error:
-        report.problems.append(Problem("unreadable", f"{INTEGRITY}: not a manifest ({error})", file=INTEGRITY))
-        return
-    data = [n for n in files.listing if n.endswith(".distcp") or n == ".metadata"]
-    for name in sorted(set(data) - set(listed)):
-        report.problems.append(Problem("manifest", f"{INTEGRITY}: does not list {name}", file=name))
-    progress.start("comparing SHA-256", sum(files.size(n) for n in listed if n in files.listing))
-    buffers = Buffers()
-
-    def work(name: str) -> Problem | None:
-        if name not in files.listing:
-            return Problem("missing-file", f"{name}: missing; {INTEGRITY} lists it", file=name)
-        if _sha256(files, name, buffers.view, progress) != listed[name]:
-            return Problem(
-                "changed", f"{name}: its SHA-256 is not the one in {INTEGRITY}", file=name, rank=structure.rank_of(name)
-            )
-        return None
-
-    report.problems += [p for p in run(sorted(listed), work) if p]
-    report.proved.append(f"SHA-256 of {len(listed)} files compared with {INTEGRITY}")
-
-
-def _sha256(files: Directory, name: str, buffer: memoryview, progress: Progress) -> str:
-    import hashlib
-
-    hasher, done, size = hashlib.sha256(), 0, files.size(name)
-    while done < size:
-        part = buffer[: min(len(buffer), size - done)]
-        files.read_into(name, done, part)
-        hasher.update(part)
-        done += len(part)
-        progress.advance(len(part))
-    return hasher.hexdigest()
 
 
 def _against_fingerprints(

@@ -486,3 +486,30 @@ def test_verify_names_the_rows_of_a_missing_first_shard(rows: Path, tmp_path: Pa
     gaps = [p for p in problems if p.kind == "missing-chunk"]
     assert gaps
     assert all(p.box is not None and p.box.offset[0] == 0 for p in gaps)
+
+
+def test_blobs_of_the_cache_are_compared_with_their_names(snapshot: Path, tmp_path: Path) -> None:
+    """Large files are named by their SHA-256 there; a flipped bit is found without a seal."""
+    import hashlib
+
+    from ckptguard.engine.verify import verify
+
+    repo = tmp_path / "hub" / "models--org--tiny"
+    at = repo / "snapshots" / COMMIT
+    for folder in (repo / "blobs", at):
+        folder.mkdir(parents=True)
+    for path in snapshot.iterdir():
+        data = path.read_bytes()
+        large = path.suffix == ".safetensors"
+        blob = (hashlib.sha256 if large else hashlib.sha1)(data).hexdigest()
+        (repo / "blobs" / blob).write_bytes(data)
+        (at / path.name).symlink_to(f"../../blobs/{blob}")
+    report = verify(at)
+    assert not report.damaged, report.problems
+    assert any("SHA-256" in text for text in report.proved)
+    shard = next(at.glob("*.safetensors"))
+    blob = shard.resolve()
+    data = bytearray(blob.read_bytes())
+    data[-1] ^= 1
+    blob.write_bytes(data)
+    assert [(p.kind, p.file) for p in verify(at).problems if p.is_damage] == [("changed", shard.name)]
