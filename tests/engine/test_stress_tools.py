@@ -20,3 +20,10 @@ def test_damage_trials(words: list[str]) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 misses" in done.stdout
+
+
+def test_fuzzed_readers() -> None:
+    words = [sys.executable, TOOLS / "fuzz_readers.py", "--trials", "200", "--seed", "5"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 misses" in done.stdout
