@@ -33,6 +33,11 @@ def as_numbers(data: npt.NDArray[np.uint8], dtype: DType) -> npt.NDArray[Any] | 
     Returns:
         float64 for all real floating types, the native type for integers, complex128 for complex.
     """
+    with np.errstate(invalid="ignore"):  # a signalling NaN turns quiet on the way
+        return _numbers(data, dtype)
+
+
+def _numbers(data: npt.NDArray[np.uint8], dtype: DType) -> npt.NDArray[Any] | None:
     if dtype.name in _NATIVE:
         native = data.view(_NATIVE[dtype.name])
         if dtype.kind == "float":

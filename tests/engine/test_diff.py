@@ -119,3 +119,11 @@ def test_integer_differences_do_not_overflow(pairs) -> None:
     found = largest_difference(a, b, BY_NAME["int64"])
     assert found is not None
     assert found == pytest.approx(max(abs(p - q) for p, q in pairs), rel=1e-9)
+
+
+def test_signalling_nans_make_no_noise() -> None:
+    for name, bits in (("float32", 0x7F800001), ("bfloat16", 0x7F81), ("float16", 0x7C01)):
+        dtype = BY_NAME[name]
+        a = np.array([bits] * 9, f"<u{dtype.itemsize}").view(np.uint8)  # warnings are errors here
+        assert np.isnan(as_numbers(a, dtype)).all()
+        assert largest_difference(a, np.zeros_like(a), dtype) == float("inf")
