@@ -118,8 +118,8 @@ def overlaps(boxes: Sequence[Box]) -> Iterator[tuple[int, int]]:
 def meetings(first: Sequence[Box], second: Sequence[Box]) -> Iterator[tuple[int, int, Box]]:
     """Yields (index in first, index in second, common part) for every pair of boxes that share an element.
 
-    The second boxes are sorted along the dim where they have the most distinct offsets, so each of the first looks at its
-    neighbours only.
+    The second boxes must not overlap each other. They are sorted along the dim where they have the most distinct offsets,
+    so each of the first looks at its neighbours only; one that is also a box of the second meets nothing else.
     """
     filled = [j for j, box in enumerate(second) if box.numel]
     if not filled:
@@ -132,7 +132,11 @@ def meetings(first: Sequence[Box], second: Sequence[Box]) -> Iterator[tuple[int,
     filled.sort(key=lambda j: second[j].offset[sweep])
     offsets = [second[j].offset[sweep] for j in filled]
     longest = max(second[j].size[sweep] for j in filled)
+    same = {second[j]: j for j in filled}
     for i, box in enumerate(first):
+        if (twin := same.get(box)) is not None:
+            yield i, twin, box
+            continue
         low = bisect_right(offsets, box.offset[sweep] - longest)
         high = bisect_left(offsets, box.end[sweep])
         for j in filled[low:high]:

@@ -125,10 +125,10 @@ def test_a_shard_of_a_real_older_step(real_checkpoint: Real, real_cache: Path, t
     from ckptguard.testing.recipes import RECIPES, make_checkpoint
 
     newer = tmp_path / "c"
-    shutil.copytree(real_checkpoint("dense_tp2_pp2_full"), newer)
+    shutil.copytree(real_checkpoint("dense_pp2_vpp2_full"), newer)
     with open_checkpoint(newer) as checkpoint:
         seal(checkpoint)
-    recipe = dataclasses.replace(RECIPES["dense_tp2_pp2_full"], steps=1)
+    recipe = dataclasses.replace(RECIPES["dense_pp2_vpp2_full"], steps=1)
     older = make_checkpoint(recipe, tmp_path / "older")
     shutil.copy(older / "__1_0.distcp", newer / "__1_0.distcp")
     report = verify(newer)

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from ckptguard.testing.recipes import RECIPES, MegatronRunError, check_loads, resave
+from ckptguard.testing.recipes import RECIPES, MegatronRunError, check_loads
 
 pytestmark = [
     pytest.mark.megatron,
@@ -33,7 +33,7 @@ def _tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize("name", ["dense_tp2_pp2", "dense_pp4_uneven_full", "moe_ep2_pp2_full", "legacy_tp2_pp2"])
+@pytest.mark.parametrize("name", ["dense_pp4_uneven_full", "moe_ep2_pp2_full"])
 def test_megatron_loads_what_a_recipe_made(real_checkpoint: Callable[[str], Path], name: str) -> None:
     """Model, optimizer and RNG state load under the layout of the recipe."""
     printed = check_loads(real_checkpoint(name).parent, RECIPES[name])
@@ -79,15 +79,6 @@ def test_resave_keeps_every_bit(
 def test_names_are_those_of_a_gpu_run(real_checkpoint: Callable[[str], Path], name: str, expected: str) -> None:
     """Norms have the names that Transformer Engine's specs give them, though local modules did the training."""
     assert expected in _tensors(real_checkpoint(name))
-
-
-def test_legacy_files_round_trip(real_checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    """A legacy save of a state holds all of it: loaded and saved as torch_dist, it is what we started from."""
-    source = real_checkpoint("dense_tp2_pp2_full")
-    legacy = resave(source.parent, RECIPES["legacy_tp2_pp2"], tmp_path / "legacy")
-    assert {path.name for path in legacy.iterdir()} == {f"mp_rank_0{tp}_00{pp}" for tp in range(2) for pp in range(2)}
-    back = _tensors(resave(legacy.parent, RECIPES["dense_tp2_pp2_full"], tmp_path / "back"))
-    assert all(torch.equal(back[name], tensor) for name, tensor in _tensors(source).items())
 
 
 def test_training_moved_the_weights(real_checkpoint: Callable[[str], Path]) -> None:
