@@ -19,7 +19,6 @@ class Encoding(Enum):
     RAW = "raw"  # the span is the storage itself: elements at `first_element` with `strides`
     TORCH_ZIP = "torch_zip"  # the span is a zip made by torch.save of this one tensor
     SAFETENSORS = "safetensors"  # a safetensors file begins at the span's offset and names the tensor
-    BYTES = "bytes"  # an object's bytes as they are
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ def seal(
         fingerprints: Also record the fingerprint of every tensor.
         crc: Also check the CRC-32 stored beside each tensor, so that damage of the past is not sealed.
         replace: Write even if there is a manifest already.
-        copy_to: Also write the manifest there; with it, a directory that cannot be written is no failure.
+        copy_to: Also write the manifest there, first.
         progress: Hears of the bytes done.
 
     Raises:

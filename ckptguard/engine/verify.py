@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckptguard.core.errors import CkptguardError, DamagedError, UnknownFormatError, UnsupportedError, UsageError
+from ckptguard.core.errors import CkptguardError, DamagedError, UnknownFormatError, UnsupportedError
 from ckptguard.core.problems import Problem
 from ckptguard.engine import contents, structure, unsealed
 from ckptguard.engine.sealed import Comparison, Mode
@@ -182,10 +182,11 @@ def _structure(
 def _against_fingerprints(
     checkpoint: Checkpoint | None, expected: dict[str, Fingerprint], report: Report, progress: Progress
 ) -> None:
-    from ckptguard.engine.fingerprints import fingerprint_checkpoint  # numba, half a second that others need not wait
+    from ckptguard.engine.fingerprints import fingerprint_checkpoint  # numpy: others need not wait for it
 
-    if checkpoint is None:
-        raise UsageError("fingerprints cannot be compared: the checkpoint's index cannot be read")
+    if checkpoint is None:  # its damage is among the problems already
+        report.problems.append(Problem("note", "fingerprints were not compared: the index cannot be read"))
+        return
     try:
         found = fingerprint_checkpoint(checkpoint, progress=progress)
     except CkptguardError as error:

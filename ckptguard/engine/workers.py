@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Protocol
 
-BUFFER_BYTES = (
-    1 << 20
-)  # read size: large enough for the kernel, small enough to stay in a core's cache while it is digested
+# Read size: large enough for the kernel, small enough to stay in a core's cache while it is digested.
+BUFFER_BYTES = 1 << 20
+_MOST_THREADS = 16  # beyond that memory is the limit, not cores
 
 
 class Progress(Protocol):
@@ -35,9 +35,6 @@ class Silent:
 
 
 SILENT = Silent()
-
-
-_MOST_THREADS = 16  # beyond that memory is the limit, not cores
 
 
 def default_threads() -> int:

@@ -405,3 +405,11 @@ def test_a_flip_that_makes_another_format_of_it_is_damage(tmp_path: Path) -> Non
     report, kinds = damage_of(path)
     assert kinds == {"changed", "unreadable"}
     assert "metadata.json" in {p.file for p in report.problems if p.is_damage}
+
+
+def test_kept_fingerprints_do_not_hide_an_unreadable_index(tmp_path: Path) -> None:
+    path = copy_of(DENSE, tmp_path / "ckpt")
+    (path / ".metadata").write_bytes(b"no pickle")
+    report, kinds = damage_of(path, against=Authority(fingerprints={}))
+    assert kinds == {"unreadable"}
+    assert any("fingerprints were not compared" in p.message for p in report.problems)
