@@ -7,10 +7,9 @@ odd where that makes a mistake show: vocabularies that no padding fits, layer co
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-Config = Mapping[str, Any]
+Config = dict[str, Any]
 
 _COMMON: dict[str, Any] = {
     "torch_dtype": "bfloat16", "transformers_version": "4.55.0", "use_cache": True, "initializer_range": 0.02,
