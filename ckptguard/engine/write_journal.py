@@ -1,0 +1,139 @@
+"""The journal of a run that writes: which files are finished, and what their digests are. One line a file, appended.
+
+A line is the XXH3-64 of its text in 16 hexadecimal digits, a blank, and the text: a JSON object. The first line says whose
+journal it is. A line that was cut by a crash does not match its digest and ends the reading.
+"""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+from xxhash import xxh3_64_hexdigest
+
+from ckptguard.core.errors import EnvironmentFailedError, UsageError
+from ckptguard.engine.write_calls import writing
+from ckptguard.fingerprint.manifest import FileDigest
+
+NAME = ".ckptguard-journal"
+_FORMAT = "ckptguard-journal/1"
+
+
+class Journal:
+    """An open and locked journal. Thread-safe."""
+
+    def __init__(self, path: Path, handle: int) -> None:
+        self._path = path
+        self._handle = handle
+        self._lock = threading.Lock()
+
+    @classmethod
+    def open(cls, path: Path) -> Journal:
+        """Opens or makes a journal and takes its lock.
+
+        Raises:
+            UsageError: Another process holds the lock.
+            EnvironmentFailedError: The file system refuses.
+        """
+        with writing(path, 0):
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not _is_at(handle, path):
+                raise BlockingIOError  # the other one finished and moved it away in between
+        except BlockingIOError:
+            os.close(handle)
+            raise UsageError(
+                f"{path.parent}: another process is writing there",
+                next_step="Wait until it has ended; then this one goes on where that one stopped, if anything is left.",
+            ) from None
+        except OSError as error:
+            os.close(handle)
+            raise EnvironmentFailedError(
+                f"{path}: cannot be locked: {error.strerror}",
+                next_step="Write to a file system that has flock (Lustre: mount it with -o flock).",
+            ) from error
+        return cls(path, handle)
+
+    def begin(self, identity: str, what: str) -> dict[str, FileDigest]:
+        """Finished files that the journal lists, by path, after it was made this run's if it was empty.
+
+        A last line that was cut is removed, so that what is appended begins a line of its own.
+        """
+        with writing(self._path, 0):
+            data = _read_all(self._handle)
+            lines, whole_bytes = _whole_lines(data)
+            os.ftruncate(self._handle, whole_bytes)
+        if not lines:
+            self._append({"format": _FORMAT, "identity": identity, "what": what})
+        return dict(_finished(line) for line in lines[1:])
+
+    def add(self, name: str, digest: FileDigest) -> None:
+        """Notes a file whose bytes are on the disk."""
+        blocks = base64.b64encode(digest.blocks).decode()
+        self._append(
+            {
+                "file": name,
+                "bytes": digest.size_bytes,
+                "blake3": digest.blake3,
+                "block_bytes": digest.block_bytes,
+                "blocks": blocks,
+            }
+        )
+
+    def _append(self, entry: dict[str, Any]) -> None:
+        text = json.dumps(entry, separators=(",", ":"), ensure_ascii=False).encode()
+        line = memoryview(f"{xxh3_64_hexdigest(text)} ".encode() + text + b"\n")
+        with self._lock, writing(self._path, len(line)):
+            while line:
+                line = line[os.write(self._handle, line) :]
+
+    def close(self) -> None:
+        """Gives the lock back."""
+        os.close(self._handle)
+
+
+def header(path: Path) -> dict[str, Any]:
+    """The first line of a journal that may be another's: its ``identity`` and ``what``; empty if there is none."""
+    try:
+        lines, _ = _whole_lines(path.read_bytes())
+    except OSError:
+        return {}
+    return lines[0] if lines else {}
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _read_all(handle: int) -> bytes:
+    out, size = bytearray(), os.fstat(handle).st_size
+    while len(out) < size and (part := os.pread(handle, size - len(out), len(out))):
+        out += part
+    return bytes(out)
+
+
+def _whole_lines(data: bytes) -> tuple[list[dict[str, Any]], int]:
+    """The entries up to the first line that is not whole, and how many bytes they take."""
+    entries: list[dict[str, Any]] = []
+    taken_bytes = 0
+    for line in data.splitlines(keepends=True):
+        digest, _, text = line.removesuffix(b"\n").partition(b" ")
+        if not line.endswith(b"\n") or digest != xxh3_64_hexdigest(text).encode():
+            break
+        entries.append(json.loads(text))
+        taken_bytes += len(line)
+    return entries, taken_bytes
+
+
+def _finished(entry: dict[str, Any]) -> tuple[str, FileDigest]:
+    blocks = base64.b64decode(entry["blocks"])
+    return entry["file"], FileDigest(entry["bytes"], entry["blake3"], entry["block_bytes"], blocks)
