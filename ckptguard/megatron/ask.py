@@ -42,8 +42,19 @@ def ask(
     """
     refuse({**args, "transformer_impl": transformer_impl or args.get("transformer_impl")} if args else {})
     question = {
-        "args": dict(args), "content_metadata": dict(content_metadata or {}), "transformer_impl": transformer_impl
+        "kind": "args", "args": dict(args), "content_metadata": dict(content_metadata or {}),
+        "transformer_impl": transformer_impl,
     }  # fmt: skip
+    return put(question, timeout_seconds=timeout_seconds)
+
+
+def put(question: Mapping[str, object], *, timeout_seconds: float = TIMEOUT_SECONDS) -> dict[str, Any]:
+    """Puts a question to a new process that runs Megatron, and gives its answer in plain values.
+
+    Raises:
+        UnsupportedError: Megatron or Bridge cannot do what is asked; says why.
+        EnvironmentFailedError: The process ended without an answer, or ran too long.
+    """
     command = [sys.executable, "-m", "ckptguard.megatron.ask"]
     try:
         done = subprocess.run(  # noqa: S603 - our own interpreter and module
@@ -84,17 +95,20 @@ def main() -> None:
 
 
 def _answer(question: dict[str, Any]) -> dict[str, Any]:
-    impl = question["transformer_impl"] or question["args"].get("transformer_impl")
-    if impl == "transformer_engine" or question["args"].get("hybrid_layer_pattern"):
+    if question["kind"] == "hf" or _wants_te(question):
         from ckptguard.megatron import te_skeleton
 
         te_skeleton.install()
+    if question["kind"] == "hf":
+        _without_compilers()
     try:
-        from ckptguard.megatron.worker import describe
+        from ckptguard.megatron import hf_worker, worker
     except ImportError as error:
         return _refusal(f"Megatron Core cannot be imported here: {error}", "Install megatron-core 0.19 or newer.")
     try:
-        return describe(question["args"], question["content_metadata"], question["transformer_impl"])
+        if question["kind"] == "hf":
+            return hf_worker.describe(question)
+        return worker.describe(question["args"], question["content_metadata"], question["transformer_impl"])
     except UnsupportedError as error:
         return _refusal(error.message, error.next_step)
     except (
@@ -113,9 +127,26 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{Path(frame.filename).name}, {frame.name}, line {frame.lineno}"
         return _refusal(
-            f"Megatron Core refuses to build the model of the stored args: {type(error).__name__}: {error} ({where})",
+            f"Megatron Core refuses to build the model: {type(error).__name__}: {error} ({where})",
             "",
         )
+
+
+def _wants_te(question: dict[str, Any]) -> bool:
+    impl = question["transformer_impl"] or question["args"].get("transformer_impl")
+    return impl == "transformer_engine" or bool(question["args"].get("hybrid_layer_pattern"))
+
+
+def _without_compilers() -> None:
+    """Nothing is computed here, so what Megatron compiles while it is imported is left as it is: that saves seconds."""
+    import torch
+
+    def as_it_is(function: Any = None, *_: Any, **__: Any) -> Any:
+        return function if function is not None else as_it_is
+
+    compiler: Any = torch
+    compiler.compile = as_it_is
+    compiler.jit.script = as_it_is
 
 
 def _refusal(message: str, next_step: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import torch
 from ckptguard.megatron.refusals import refuse
 
 # Megatron-LM checks these against each other or against installed kernels; none adds, removes or shapes a tensor.
-_NEUTRAL: dict[str, Any] = {
+NEUTRAL: dict[str, Any] = {
     "no_persist_layer_norm": True, "masked_softmax_fusion": False, "bias_gelu_fusion": False,
     "bias_swiglu_fusion": False, "bias_dropout_fusion": False, "apply_rope_fusion": False,
     "gradient_accumulation_fusion": False, "cross_entropy_loss_fusion": False, "moe_permute_fusion": False,
@@ -62,7 +62,7 @@ def to_namespace(args: Mapping[str, Any], transformer_impl: str | None = None) -
     refuse(given)
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     out: dict[str, Any] = vars(parser.parse_args([])) | given
-    out |= _NEUTRAL
+    out |= NEUTRAL
     out["attention_backend"] = _no_kernels(out)
     out["mamba_training_ssm_states_dtype"] = None
     out["expert_tensor_parallel_size"] = out.get("expert_tensor_parallel_size") or out["tensor_model_parallel_size"]

@@ -30,7 +30,7 @@ def describe(
     out = []
     for rank in worlds.ranks(namespace):
         chunks = _build(config)
-        described = [_describe_chunk(chunk, content_metadata, rank) for chunk in chunks]
+        described = [describe_chunk(chunk, content_metadata, rank) for chunk in chunks]
         buffers = [] if why_not else worker_buckets.describe(namespace, chunks)
         out.append({"rank": rank, "at": worlds.coordinates(), "chunks": described, "buffers": buffers})
     return {"megatron": version("megatron-core"), "ranks": out, "no_buckets": why_not}
@@ -64,15 +64,13 @@ def _build(config: Any) -> list[Any]:
     return list(wrapped)
 
 
-def _describe_chunk(chunk: Any, content_metadata: Mapping[str, Any], rank: int) -> list[dict[str, Any]]:
-    from megatron.core import parallel_state
+def describe_chunk(chunk: Any, content_metadata: Mapping[str, Any], rank: int) -> list[dict[str, Any]]:
+    """Parameters and buffers of a model chunk of the current rank; the plain form of ``structure.LocalTensor``.
 
-    metadata = {
-        "singleton_local_shards": bool(content_metadata.get("singleton_local_shards", False)),
-        "chained_optim_avoid_prefix": True,
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-    }
-    sharded = chunk.sharded_state_dict(metadata=metadata)
+    Raises:
+        UnsupportedError: Megatron does not say where one of them stands, or it is no box.
+    """
+    sharded = sharded_state(chunk, content_metadata)
     trainable = {id(p) for p in chunk.parameters() if p.requires_grad}
     out = []
     for name, tensor in chunk.state_dict_for_save_checkpoint(keep_vars=True).items():
@@ -90,6 +88,38 @@ def _describe_chunk(chunk: Any, content_metadata: Mapping[str, Any], rank: int) 
             }
         )
     return out
+
+
+def sharded_state(chunk: Any, content_metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """``sharded_state_dict`` of a model chunk with the metadata that decides about key names."""
+    from megatron.core import parallel_state
+
+    metadata = {
+        "singleton_local_shards": bool(content_metadata.get("singleton_local_shards", False)),
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    out: dict[str, Any] = chunk.sharded_state_dict(metadata=metadata)
+    return out
+
+
+def object_keys(chunk: Any) -> list[str]:
+    """Names on disk of the objects (``_extra_state``) that the current rank saves of a model chunk."""
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    state = sharded_state(chunk, {})
+    return [item.unique_key for item in _leaves(state) if isinstance(item, ShardedObject)]
+
+
+def _leaves(item: Any) -> Iterator[Any]:
+    if isinstance(item, Mapping):
+        for value in item.values():
+            yield from _leaves(value)
+    elif isinstance(item, list | tuple):
+        for value in item:
+            yield from _leaves(value)
+    else:
+        yield item
 
 
 def _shards(item: Any) -> Iterator[Any]:

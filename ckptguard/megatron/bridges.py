@@ -1,0 +1,161 @@
+"""Megatron-Bridge, one model family at a time. Runs in the asking process only.
+
+``import megatron.bridge`` imports every family and the modelling code of transformers with it. Here the packages are
+entered by their paths without running their ``__init__``, and only the module that registers the wanted architecture is
+imported (megatron-bridge 0.6.2: ``@MegatronModelBridge.register_bridge(source=...)``).
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ckptguard.core.errors import UnsupportedError
+
+_REGISTRATION = re.compile(r"register_bridge\(\s*source\s*=\s*(?:\"([\w.]+)\"|(\w+))")
+_SKIPPED = ("megatron.bridge", "megatron.bridge.models", "megatron.bridge.models.conversion")
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A registered architecture.
+
+    Attributes:
+        architecture: transformers' class name, as ``architectures`` in config.json has it.
+        bridge: An instance of Bridge's class for it.
+    """
+
+    architecture: str
+    bridge: Any
+
+
+def root() -> Path | None:
+    """Where Megatron-Bridge is installed; None if it is not."""
+    found = importlib.util.find_spec("megatron")
+    for place in (found.submodule_search_locations or ()) if found else ():
+        if (Path(place) / "bridge" / "models").is_dir():
+            return Path(place) / "bridge"
+    return None
+
+
+def architectures() -> dict[str, str]:
+    """Module by architecture, of all that Bridge registers; read from its source, nothing is imported.
+
+    Raises:
+        UnsupportedError: Bridge is not installed.
+    """
+    place = root()
+    if place is None:
+        raise UnsupportedError(
+            "megatron-bridge is not installed; names and transforms of Hugging Face tensors come from it",
+            next_step="Install it with: pip install --no-deps megatron-bridge",
+        )
+    out: dict[str, str] = {}
+    for file in sorted((place / "models").rglob("*_bridge.py")):
+        text = file.read_text()
+        for literal, name in _REGISTRATION.findall(text):
+            source = literal or _constant(text, name)
+            if source and source[0].isupper() and file.parent.name != "conversion":
+                module = ".".join(file.relative_to(place.parents[1]).with_suffix("").parts)
+                out.setdefault(source, module)
+    return out
+
+
+def _constant(text: str, name: str) -> str:
+    """The string that a module-level constant holds; the name itself if it is none (an imported class)."""
+    found = re.search(rf"^{name}\s*=\s*\"(\w+)\"", text, re.MULTILINE)
+    return found[1] if found else name
+
+
+def enter() -> None:
+    """Makes Bridge's modules importable without its packages' ``__init__``, which would import every family."""
+    place = root()
+    for name in _SKIPPED if place else ():
+        if name not in sys.modules:
+            package = ModuleType(name)
+            package.__path__ = [str(Path(str(place), *name.split(".")[2:]))]
+            sys.modules[name] = package
+
+
+def load(config: Mapping[str, Any]) -> Family:
+    """Imports the family of a Hugging Face configuration; after ``enter``.
+
+    Args:
+        config: The content of config.json.
+
+    Raises:
+        UnsupportedError: Bridge does not know the architecture; names near ones.
+    """
+    known = architectures()
+    named = [name for name in config.get("architectures") or () if isinstance(name, str)]
+    if not named:
+        raise UnsupportedError("config.json names no architecture", next_step='Add "architectures": ["..."] to it.')
+    for name in named:
+        if name in known:
+            return Family(name, _import(name, known[name]))
+    near = difflib.get_close_matches(named[0], known, n=5, cutoff=0.5)
+    raise UnsupportedError(
+        f"Megatron-Bridge does not know the architecture {named[0]}",
+        next_step=f"Nearest it knows: {', '.join(near)}." if near else f"It knows {', '.join(sorted(known))}.",
+    )
+
+
+def _import(architecture: str, module: str) -> Any:
+    place = root()
+    assert place is not None
+    import transformers
+
+    source = Path(place.parents[1], *module.split(".")).with_suffix(".py").read_text()
+    for _, name in _REGISTRATION.findall(source):
+        # The class serves as a name only; importing its module would take seconds.
+        if name and name in dir(transformers) and name not in vars(transformers):
+            setattr(transformers, name, type(name, (), {}))
+    registered = _registrations()
+    importlib.import_module(module)
+    return registered[architecture]()
+
+
+def _registrations() -> dict[str, Any]:
+    """Fills up with Bridge's classes by architecture, as modules are imported."""
+    conversion: Any = importlib.import_module("megatron.bridge.models.conversion.model_bridge")
+    original = conversion.create_bridge_decorator
+    out: dict[str, Any] = {}
+
+    def create(*, source: Any, **rest: Any) -> Any:
+        name = source if isinstance(source, str) else source.__name__
+        decorate = original(source=name, **rest)
+
+        def keep(bridge: Any) -> Any:
+            out[name] = bridge
+            return decorate(bridge)
+
+        return keep
+
+    conversion.create_bridge_decorator = create
+    return out
+
+
+def read_config(folder: Path, config: Mapping[str, Any]) -> Any:
+    """transformers' configuration object of a snapshot; code that comes with a snapshot is never run.
+
+    Args:
+        folder: The snapshot's directory.
+        config: The content of its config.json.
+    """
+    from transformers import AutoConfig, PretrainedConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (KeyError, ValueError, ImportError, OSError):  # a model type that transformers does not know
+        plain = PretrainedConfig()
+        for name, value in config.items():
+            setattr(plain, name, value)
+        return plain

@@ -1,0 +1,192 @@
+"""What the asking process does for a Hugging Face model: its Megatron form under a layout, and which element goes where.
+
+Sources: megatron/bridge/models/conversion/model_bridge.py ``load_weights_hf_to_megatron`` and ``build_conversion_tasks``,
+megatron/bridge/models/model_provider.py ``_create_model`` (megatron-bridge 0.6.2).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckptguard.core import pieces
+from ckptguard.core.errors import UnsupportedError
+from ckptguard.core.pieces import Assembly
+from ckptguard.megatron import bridges, hf_layouts, tracing, worker, worlds
+from ckptguard.megatron.hf_source import Source
+from ckptguard.megatron.model_args import NEUTRAL
+
+_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+_LAYER = re.compile(r"layers\.\d+\.")
+
+
+def describe(question: Mapping[str, Any]) -> dict[str, Any]:
+    """The plain form of ``hf_structure.Imported``.
+
+    Args:
+        question: ``folder``, ``config``, ``tensors`` ({name: [dtype, shape]}), ``layout``, ``pad_vocabulary_to``.
+    """
+    logging.disable(logging.WARNING)
+    source = Source({name: (getattr(torch, dtype), shape) for name, (dtype, shape) in question["tensors"].items()})
+    bridges.enter()
+    source.install()
+    family = bridges.load(question["config"])
+    config = bridges.read_config(Path(question["folder"]), question["config"])
+    worlds.forget_devices()  # not before transformers is imported, which names devices in its annotations
+    bridge = family.bridge
+    bridge.hf_config, bridge.hf_pretrained = config, Namespace(config=config, state=source)
+    layout = hf_layouts.Layout(**question["layout"])
+    provider = _provider(bridge, config, question)
+    hf_layouts.refuse(provider, layout, family.architecture)
+    padded = hf_layouts.padded_vocabulary(provider, layout, question["pad_vocabulary_to"])
+    tensors, templates, unmapped = _world_of_one(bridge, _provider(bridge, config, question), padded, source)
+    ranks = list(_ranks(provider, layout, padded))
+    return {
+        "architecture": family.architecture,
+        "megatron": version("megatron-core"),
+        "bridge": version("megatron-bridge"),
+        "templates": templates,
+        "tensors": tensors,
+        "unmapped": unmapped,
+        "derived": source.derived,
+        "ranks": ranks,
+        "tied": bool(provider.share_embeddings_and_output_weights),
+    }
+
+
+def _provider(bridge: Any, config: Any, question: Mapping[str, Any]) -> Any:
+    """Bridge's description of the model; what has no bearing on the tensors is set to what needs no kernels."""
+    provider = bridge.provider_bridge(Namespace(config=config, generation_config=None, state=bridge.hf_pretrained.state))
+    dtype = getattr(torch, question["dtype"])
+    provider.params_dtype = provider.pipeline_dtype = provider.autocast_dtype = dtype
+    provider.bf16, provider.fp16 = dtype == torch.bfloat16, dtype == torch.float16
+    for name, value in NEUTRAL.items():
+        if hasattr(provider, name):
+            setattr(provider, name, value)
+    return provider
+
+
+def _world_of_one(
+    bridge: Any, provider: Any, padded: int, source: Source
+) -> tuple[list[dict[str, Any]], list[Any], list[str]]:
+    """Every tensor of the unsplit model: where it stands globally, and what of the snapshot it is made of."""
+    hf_layouts.apply(provider, hf_layouts.Layout())
+    provider.vocab_size, provider.should_pad_vocab = padded, False
+    for _, chunks in _models(provider, hf_layouts.Layout()):
+        (model,) = chunks
+        tracer = _Tracer(bridge, model, source)
+        tensors, unmapped = [], []
+        for item in worker.describe_chunk(model, {}, 0):
+            template, sources = tracer.template(item["name"], tuple(item["shape"]))
+            if template is None:
+                unmapped.append(item["name"])
+            tensors.append({**item, "template": template, "sources": sources})
+        return tensors, tracer.templates, unmapped
+    raise AssertionError("a world has a rank")
+
+
+def _ranks(provider: Any, layout: hf_layouts.Layout, padded: int) -> Iterator[dict[str, Any]]:
+    """What each rank of the target layout owns: boxes of global tensors, and objects."""
+    hf_layouts.apply(provider, layout)
+    provider.vocab_size, provider.should_pad_vocab = padded, False
+    for rank, chunks in _models(provider, layout):
+        parts, objects = [], []
+        for chunk in chunks:
+            for item in worker.describe_chunk(chunk, {}, rank):
+                parts += [[p["key"], p["shape"], p["offset"], p["local_size"]] for p in item["parts"]]
+            objects += worker.object_keys(chunk)
+        yield {"rank": rank, "at": worlds.coordinates(), "parts": parts, "objects": objects}
+
+
+def _models(provider: Any, layout: hf_layouts.Layout) -> Iterator[tuple[int, list[Any]]]:
+    """Yields (rank, model chunks) with Megatron's groups set up for the rank while it is current."""
+    from megatron.core.pipeline_parallel.utils import (
+        is_pp_first_stage,
+        is_pp_last_stage,
+        is_vp_first_stage,
+        is_vp_last_stage,
+    )
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    provider.finalize()
+    for rank in worlds.ranks(layout.as_args()):
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        provider._pg_collection = groups
+        stages: list[int | None] = [*range(layout.vpp)] if layout.vpp > 1 else [None]
+        chunks = []
+        with torch.device("meta"):
+            for stage in stages:
+                first = is_pp_first_stage(groups.pp) and is_vp_first_stage(stage, layout.vpp if stage is not None else None)
+                last = is_pp_last_stage(groups.pp) and is_vp_last_stage(stage, layout.vpp if stage is not None else None)
+                more = {} if stage is None else {"vp_stage": stage}
+                chunks.append(provider.provide(pre_process=first, post_process=last, **more))
+        yield rank, chunks
+
+
+class _Tracer:
+    """Runs Bridge's mapping of each parameter once per kind: layers of one kind share a template."""
+
+    def __init__(self, bridge: Any, model: Any, source: Source) -> None:
+        from megatron.bridge.models.conversion.utils import persistent_buffers
+
+        self.bridge, self.model, self.source = bridge, model, source
+        self.registry = bridge.mapping_registry()
+        self.templates: list[Any] = []
+        self._known: dict[Any, int] = {}
+        self._modules = dict(model.named_modules())
+        self._mapped = {name for name, _ in chain(model.named_parameters(), persistent_buffers(model))}
+
+    def template(self, name: str, shape: tuple[int, ...]) -> tuple[int | None, list[str]]:
+        """Number of the template and its sources' names for a parameter; None if Bridge has no mapping for it."""
+        mapping = self.registry.megatron_to_hf_lookup(name) if name in self._mapped else None
+        if mapping is None:
+            return None, []
+        roles = mapping.hf_param if isinstance(mapping.hf_param, dict) else {"": mapping.hf_param}
+        key = (_LAYER.sub("layers.*.", name), type(mapping), shape, self.source.looks_of(roles))
+        number = self._known.get(key)
+        if number is None:
+            traced = self._trace(mapping, name, shape)
+            named = self.source.roles_of(traced.assembly.sources, roles)
+            number = len(self.templates)
+            self.templates.append(_plain(traced, named))
+            if not any(role[0] == "=" for role in named):
+                self._known[key] = number
+        return number, [self.source.name_of(role, roles) for role in self.templates[number]["roles"]]
+
+    def _trace(self, mapping: Any, name: str, shape: tuple[int, ...]) -> tracing.Traced:
+        module = self._modules[name.rpartition(".")[0]]
+        if not hasattr(module, "config"):
+            module.config = self.model.config
+        with torch.no_grad():
+            weights = self.bridge.maybe_modify_loaded_hf_weight(mapping.hf_param, self.source)
+            out = mapping.hf_to_megatron(weights, module)
+        if not isinstance(out, tracing.Traced):
+            raise UnsupportedError(f"Bridge's {type(mapping).__name__} of {name} gives no tensor that could be followed")
+        if tuple(out.shape) == shape:
+            return out
+        if name.endswith(_VOCABULARY) and out.shape[1:] == shape[1:] and out.shape[0] < shape[0]:
+            rows = pieces.of_source("", (shape[0] - out.shape[0], *shape[1:]))
+            return tracing.Traced(pieces.concatenate([out.assembly, rows], 0), out.passed)
+        raise UnsupportedError(
+            f"{name}: Megatron's tensor has shape {list(shape)}, but {mapping.hf_param} gives {list(out.shape)}",
+            next_step="config.json and the tensors of the snapshot do not belong together.",
+        )
+
+
+def _plain(traced: tracing.Traced, roles: list[Any]) -> dict[str, Any]:
+    assembly: Assembly = traced.assembly
+    number = {name: i for i, name in enumerate(assembly.sources)}
+    return {
+        "shape": list(assembly.shape),
+        "passed": [str(dtype).removeprefix("torch.") for dtype in traced.passed],
+        "roles": roles,
+        "pieces": [[p.offset, p.size, number.get(p.source, -1), p.first, p.strides] for p in assembly.pieces],
+    }
