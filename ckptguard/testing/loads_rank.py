@@ -1,10 +1,9 @@
 """What one rank does with Megatron-LM: build the model of a checkpoint's args, load it, and tell what it holds.
 
 The path is Megatron-LM's own (megatron-core 0.19.2): ``load_args_from_checkpoint``, ``validate_args``,
-``initialize_megatron``, the model builder, ``load_checkpoint``. It departs from it in three places, each to be told
-more: args that Megatron-LM leaves to the command line are taken from the checkpoint all the same, and listed;
-``dist_ckpt_strictness`` is ``raise_all``; and a module that refuses its state is an error, where Megatron-LM would load
-what fits.
+``initialize_megatron``, the model builder, ``load_checkpoint``. It departs from it in two places: args that Megatron-LM
+leaves to the command line are taken from the checkpoint all the same, and listed; and a module that refuses its state
+is an error, where Megatron-LM would load what fits.
 """
 
 from __future__ import annotations
@@ -21,19 +20,23 @@ import torch
 from ckptguard.testing.recipes import CPU_FLAGS
 
 _FILL = float("nan")
-# Sizes and places of the run, which are this run's own.
+_NO_KEY_LEFT = ("--dist-ckpt-strictness", "raise_all")  # the default lets keys be that nobody asks for
+# Arguments that say what the model is and are no field of Megatron Core's configs under the same name.
+_MODEL = frozenset({
+    "num_experts", "group_query_attention", "swiglu", "squared_relu", "quick_geglu", "position_embedding_type",
+    "rotary_base", "rotary_percent", "use_rope_scaling", "rope_scaling_factor", "padded_vocab_size",
+    "untie_embeddings_and_output_weights", "multi_latent_attention", "mtp_num_layers", "hybrid_layer_pattern",
+})  # fmt: skip
+# Fields that are this run's own: its sizes, its dtypes, and what chooses between kernels.
 _OWN = frozenset({
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size",
-    "expert_tensor_parallel_size", "virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage",
-    "num_virtual_stages_per_pipeline_rank", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
-    "pipeline_model_parallel_layout", "context_parallel_size", "sequence_parallel", "data_parallel_size", "rank",
-    "local_rank", "world_size", "load", "save", "iteration", "consumed_train_samples", "consumed_valid_samples",
-    "skipped_train_samples", "transformer_impl", "attention_backend", "finetune", "no_load_optim", "no_load_rng",
-    "use_checkpoint_args", "dist_ckpt_strictness", "distributed_backend", "use_cpu_initialization", "bf16", "fp16",
-    "params_dtype", "main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "micro_batch_size",
-    "global_batch_size", "tokenizer_type", "tokenizer_model", "vocab_size", "use_distributed_optimizer",
-    "moe_grouped_gemm", "moe_token_dispatcher_type", "moe_permute_fusion", "moe_shared_expert_overlap", "num_workers",
-    "no_save_optim", "no_save_rng", "overlap_p2p_comm", "align_param_gather", "variable_seq_lengths", "ckpt_format",
+    "transformer_impl", "attention_backend", "bf16", "fp16", "params_dtype", "use_cpu_initialization",
+    "perform_initialization", "sequence_parallel", "moe_token_dispatcher_type", "moe_grouped_gemm",
+    "moe_permute_fusion", "moe_shared_expert_overlap", "apply_rope_fusion", "masked_softmax_fusion",
+    "bias_dropout_fusion", "gradient_accumulation_fusion", "cross_entropy_loss_fusion", "cross_entropy_fusion_impl",
+    "persist_layer_norm", "deallocate_pipeline_outputs", "barrier_with_L1_time", "cp_comm_type",
+    "microbatch_group_size_per_vp_stage", "variable_seq_lengths", "batch_p2p_comm", "recompute_modules",
+    "moe_aux_loss_coeff", "init_method_std", "embedding_init_method_std", "overlap_p2p_comm",
+    "inference_cuda_graph_scope", "async_tensor_model_parallel_allreduce",
 })  # fmt: skip
 
 
@@ -64,7 +67,7 @@ def logits(question: dict[str, Any], file: Path) -> dict[str, Any]:
 
 def loads_strictly(question: dict[str, Any], file: Path) -> dict[str, Any]:
     """Load with the Transformer Engine specs and describe every parameter."""
-    args, by_hand = _arguments(question, ["--transformer-impl", "transformer_engine", "--bf16"])
+    args, by_hand = _arguments(question, ["--transformer-impl", "transformer_engine", "--bf16", *_NO_KEY_LEFT])
     chunks = _build(args)
     fill(chunks)
     iteration = _load(chunks)
@@ -80,15 +83,14 @@ def _arguments(question: dict[str, Any], flags: list[str]) -> tuple[Namespace, d
 
     sys.argv = ["loads", *CPU_FLAGS, *_layout_flags(question["layout"]), "--load", question["source"]]
     sys.argv += ["--use-checkpoint-args", "--micro-batch-size", "1", "--no-load-optim", "--no-load-rng", "--finetune"]
-    sys.argv += ["--dist-ckpt-strictness", "raise_all", "--exit-on-missing-checkpoint", *flags]
+    sys.argv += ["--exit-on-missing-checkpoint", *flags]
     args = parse_args()
-    own = {name for name, value in vars(args).items() if value != _default(name)} | _OWN
     args, stored = load_args_from_checkpoint(args)
-    by_hand: dict[str, Any] = {}
-    for name, value in vars(stored).items():
-        if name in vars(args) and name not in own and getattr(args, name) != value:
-            by_hand[name] = value
-            setattr(args, name, value)
+    by_hand = {
+        name: value for name, value in vars(stored).items()
+        if _says_what_the_model_is(name) and value is not None and getattr(args, name, value) != value
+    }  # fmt: skip
+    vars(args).update(by_hand)
     if args.num_experts:
         args.sequence_parallel = args.tensor_model_parallel_size > 1
         args.moe_token_dispatcher_type = "alltoall"
@@ -101,18 +103,12 @@ def _arguments(question: dict[str, Any], flags: list[str]) -> tuple[Namespace, d
     return args, by_hand
 
 
-def _default(name: str) -> Any:
-    import argparse
+def _says_what_the_model_is(name: str) -> bool:
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    from megatron.training.arguments import add_megatron_arguments
-
-    global _defaults
-    if _defaults is None:
-        _defaults = vars(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args([]))
-    return _defaults.get(name)
-
-
-_defaults: dict[str, Any] | None = None
+    if name in _OWN or name.endswith("_parallel_size") or "pipeline" in name:
+        return False
+    return name in _MODEL or name in MLATransformerConfig.__dataclass_fields__
 
 
 def _layout_flags(layout: dict[str, Any]) -> list[str]:

@@ -6,11 +6,13 @@ which maps the numbers of failed ranks to their errors. What a rank has to say i
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import time
@@ -60,6 +62,8 @@ def _let_skeleton_load(te: Any) -> None:
 
 def _rank(question: dict[str, Any], rank: int, port: int) -> None:
     """Answer for one rank, in a process of its own."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.setpgid(0, 0)  # so that processes which it starts and forgets end with it
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(question["world_size"]), MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
@@ -89,22 +93,40 @@ def _wait(ranks: list[BaseProcess], timeout_seconds: float) -> None:
     until = time.monotonic() + timeout_seconds
     while any(rank.is_alive() for rank in ranks):
         time.sleep(0.02)
-        if time.monotonic() > until or any(rank.exitcode for rank in ranks):
+        if time.monotonic() > until:
+            break
+        if any(rank.exitcode for rank in ranks):
             time.sleep(0.5)  # others may have an error of their own to tell
-            for rank in ranks:
-                rank.kill()
+            break
+    _end(ranks)
+
+
+def _end(ranks: list[BaseProcess]) -> None:
+    """Kill each rank with all that it started: Megatron's save leaves a persistent worker with a torch of its own."""
     for rank in ranks:
-        rank.join()
+        if rank.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(rank.pid, signal.SIGKILL)
+            rank.kill()
+            rank.join()
 
 
 def _answer(question: dict[str, Any]) -> dict[int, str]:
     """Fork the ranks, wait, and collect the errors of those that failed."""
     importlib.import_module(f"ckptguard.testing.{_ANSWERS_FOR[question['what']]}").prepare()
     fork, port = multiprocessing.get_context("fork"), _port()
-    ranks = [fork.Process(target=_rank, args=(question, rank, port)) for rank in range(question["world_size"])]
+    ranks: list[BaseProcess] = [
+        fork.Process(target=_rank, args=(question, rank, port)) for rank in range(question["world_size"])
+    ]
+
+    def stop(*_: object) -> None:
+        _end(ranks)
+        os._exit(1)
+
+    signal.signal(signal.SIGTERM, stop)
     for rank in ranks:
         rank.start()
-    _wait(list(ranks), question["timeout_seconds"])
+    _wait(ranks, question["timeout_seconds"])
     out: dict[int, str] = {}
     for number, rank in enumerate(ranks):
         error = Path(question["folder"]) / f"rank_{number}.error"

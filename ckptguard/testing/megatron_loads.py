@@ -10,6 +10,7 @@ All processes are CPU processes over gloo, with ``cpu_stand_in``. Nothing heavy 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -33,6 +34,7 @@ Kind = Literal["local", "te"]
 
 TIMEOUT_SECONDS = 240.0
 _LOG_LINES_SHOWN = 40
+_SECONDS_TO_STOP = 15.0
 
 
 class LoadError(RuntimeError):
@@ -106,9 +108,14 @@ class Megatron:
     def close(self) -> None:
         """End the helper process and all that it started. Idempotent."""
         if self._process.stdin and not self._process.stdin.closed:
-            self._process.stdin.close()
-            self._process.kill()
-            self._process.wait()
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+            self._process.terminate()  # it ends its ranks, which are no longer in its process group
+            try:
+                self._process.wait(_SECONDS_TO_STOP)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
             assert self._process.stdout
             self._process.stdout.close()
             self._log.close()
@@ -223,7 +230,8 @@ class Megatron:
         assert self._process.stdout
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
-            return self._process.stdout.readline() if selector.select(self.timeout_seconds) else ""
+            waited_seconds = self.timeout_seconds + _SECONDS_TO_STOP  # the helper itself says when ranks take too long
+            return self._process.stdout.readline() if selector.select(waited_seconds) else ""
 
     def _tail(self, begin: int) -> str:
         self._log.seek(begin)
