@@ -65,8 +65,11 @@ class Family:
             ``model.layers.N``, ``v4`` is ``mtp.0``.
         quantised: The form in which the release keeps its large matrices.
         forward_on_cpu: Whether Megatron's local spec can run it without kernels.
-        bridge: Whether Megatron-Bridge 0.6.2 has a bridge for it.
+        bridge: Whether Megatron-Bridge 0.6.2 takes the snapshot: it has no bridge for Mixtral, and reads a config of
+            type ``kimi_k2`` only with the code that a release brings along.
         megatron_lm: Whether Megatron-LM builds the model from its own arguments; the others need Bridge's provider.
+        core: Whether Megatron Core 0.19.2 has this model at all. It puts a norm into ``linear_q_proj`` of MLA without
+            q-LoRA that DeepSeek-V2-Lite does not have (``QKNormConfigResolver``), and knows no ``dsv4_hybrid``.
     """
 
     name: str
@@ -77,6 +80,7 @@ class Family:
     forward_on_cpu: bool = False
     bridge: bool = True
     megatron_lm: bool = True
+    core: bool = True
 
     @property
     def vocab_size(self) -> int:
@@ -100,7 +104,7 @@ _ALL = (
     Family(name="qwen3_moe", config=configs.QWEN3_MOE, layout=Layout(tp=2, pp=2, ep=2, etp=1), forward_on_cpu=True),
     Family(name="mixtral", config=configs.MIXTRAL, layout=Layout(tp=2, pp=2, ep=2, etp=1), forward_on_cpu=True,
            bridge=False),
-    Family(name="gpt_oss", config=configs.GPT_OSS, layout=Layout(tp=2, pp=2, ep=2, etp=1)),
+    Family(name="gpt_oss", config=configs.GPT_OSS, layout=Layout(tp=2, pp=2, ep=2, etp=1), forward_on_cpu=True),
     Family(name="gpt_oss_mxfp4", config=configs.GPT_OSS_MXFP4, layout=Layout(pp=2, ep=2), quantised="mxfp4"),
     Family(
         name="gemma3", config=configs.GEMMA3, layout=Layout(tp=2, pp=2, first_stage_layers=3, last_stage_layers=4),
@@ -108,7 +112,7 @@ _ALL = (
     ),
     Family(
         name="deepseek_v2_lite", config=configs.DEEPSEEK_V2_LITE,
-        layout=Layout(tp=2, pp=2, ep=2, etp=1, first_stage_layers=3, last_stage_layers=2),
+        layout=Layout(tp=2, pp=2, ep=2, etp=1, first_stage_layers=3, last_stage_layers=2), core=False,
     ),
     Family(
         name="deepseek_v3", config=configs.DEEPSEEK_V3, nextn="layer",
@@ -118,10 +122,16 @@ _ALL = (
         name="deepseek_v3_fp8", config=configs.DEEPSEEK_V3_FP8, layout=Layout(tp=2, ep=2, etp=1), nextn="layer",
         quantised="fp8",
     ),
-    Family(name="kimi_k2", config=configs.KIMI_K2, layout=Layout(tp=2, pp=2, ep=2, etp=1)),
-    Family(name="deepseek_v4", config=configs.DEEPSEEK_V4, layout=Layout(ep=2, etp=1), nextn="v4"),
-    Family(name="glm4_moe", config=configs.GLM4_MOE, layout=Layout(tp=2, pp=2, ep=2, etp=1), nextn="layer"),
-    Family(name="glm4_moe_air", config=configs.GLM4_MOE_AIR, layout=Layout(tp=2, ep=4, etp=1), nextn="layer"),
+    Family(name="kimi_k2", config=configs.KIMI_K2, layout=Layout(tp=2, pp=2, ep=2, etp=1), bridge=False),
+    Family(name="deepseek_v4", config=configs.DEEPSEEK_V4, layout=Layout(ep=2, etp=1), nextn="v4", core=False),
+    Family(
+        name="glm4_moe", config=configs.GLM4_MOE, layout=Layout(tp=2, pp=2, ep=2, etp=1), nextn="layer",
+        forward_on_cpu=True,
+    ),
+    Family(
+        name="glm4_moe_air", config=configs.GLM4_MOE_AIR, layout=Layout(tp=2, ep=4, etp=1), nextn="layer",
+        forward_on_cpu=True,
+    ),
     Family(name="nemotron_h", config=configs.NEMOTRON_H, layout=Layout(tp=2, pp=2, ep=2, etp=1)),
 )  # fmt: skip
 

@@ -82,7 +82,7 @@ GEMMA3: Config = _COMMON | {
 _MLA: dict[str, Any] = _COMMON | {
     "num_key_value_heads": 4, "attention_bias": False, "first_k_dense_replace": 1, "intermediate_size": 160,
     "moe_intermediate_size": 48, "moe_layer_freq": 1, "ep_size": 1, "n_routed_experts": 4, "num_experts_per_tok": 2,
-    "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "seq_aux": True,
+    "kv_lora_rank": 40, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "seq_aux": True,
     "aux_loss_alpha": 0.001, "tie_word_embeddings": False, "rope_theta": 10000, "pretraining_tp": 1,
     "vocab_size": 512,
 }  # fmt: skip
@@ -119,7 +119,7 @@ KIMI_K2: Config = DEEPSEEK_V3 | {
         "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
     },
 }  # fmt: skip
-DEEPSEEK_V4: Config = {name: value for name, value in _COMMON.items() if name != "num_key_value_heads"} | {
+DEEPSEEK_V4: Config = _COMMON | {
     "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "num_hidden_layers": 4,
     "num_key_value_heads": 1, "head_dim": 32, "qk_rope_head_dim": 16, "q_lora_rank": 48, "o_groups": 2,
     "o_lora_rank": 16, "moe_intermediate_size": 48, "n_routed_experts": 4, "n_shared_experts": 1,
@@ -142,7 +142,7 @@ GLM4_MOE: Config = _COMMON | {
     "tie_word_embeddings": False, "rms_norm_eps": 1e-5,
 }  # fmt: skip
 GLM4_MOE_AIR: Config = GLM4_MOE | {"use_qk_norm": False, "routed_scaling_factor": 1.0, "num_hidden_layers": 3}
-NEMOTRON_H: Config = _COMMON | {
+NEMOTRON_H: Config = {name: value for name, value in _COMMON.items() if name != "rms_norm_eps"} | {
     "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "num_hidden_layers": 8,
     "hybrid_override_pattern": "MEM*-EM*", "head_dim": 16, "intermediate_size": 160, "mlp_hidden_act": "relu2",
     "mlp_bias": False, "attention_bias": False, "use_bias": False, "mamba_num_heads": 8, "mamba_head_dim": 16,

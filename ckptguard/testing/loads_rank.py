@@ -26,6 +26,7 @@ _MODEL = frozenset({
     "num_experts", "group_query_attention", "swiglu", "squared_relu", "quick_geglu", "position_embedding_type",
     "rotary_base", "rotary_percent", "use_rope_scaling", "rope_scaling_factor", "padded_vocab_size",
     "untie_embeddings_and_output_weights", "multi_latent_attention", "mtp_num_layers", "hybrid_layer_pattern",
+    "yarn_correction_range_round_to_int", "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow",
 })  # fmt: skip
 # Fields that are this run's own: its sizes, its dtypes, and what chooses between kernels.
 _OWN = frozenset({
@@ -106,7 +107,7 @@ def _arguments(question: dict[str, Any], flags: list[str]) -> tuple[Namespace, d
 def _says_what_the_model_is(name: str) -> bool:
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    if name in _OWN or name.endswith("_parallel_size") or "pipeline" in name:
+    if name in _OWN or name.endswith(("_parallel_size", "_num_weight_shards")) or "pipeline" in name:
         return False
     return name in _MODEL or name in MLATransformerConfig.__dataclass_fields__
 

@@ -25,7 +25,7 @@ _ANSWERS_FOR = {
     "logits": "loads_rank", "loads_strictly": "loads_rank",
     "bridge_loads": "loads_bridge", "bridge_imports": "loads_bridge", "bridge_saves": "loads_bridge",
 }  # fmt: skip
-_SHOWN_CHARACTERS = 3000
+_SHOWN_CHARACTERS = 8000
 
 
 def _prepare(kind: str) -> None:
