@@ -58,7 +58,7 @@ class Staging:
         _refuse_present(target)
         path = target.with_name(f"{target.name}{_MARK}{blake3(identity.encode()).hexdigest()[:12]}")
         _refuse_others(target, path)
-        with writing(path, 0):
+        with writing(path):
             path.mkdir(parents=True, exist_ok=True)
         staging = cls(path, target, identity, Journal.open(path / NAME))
         try:
@@ -123,8 +123,10 @@ class Staging:
             last: Content by path relative to the root; what makes the whole readable comes last.
 
         Raises:
-            EnvironmentFailedError: The file system refuses; the staging directory stays.
+            UsageError: The target was made by somebody else in the meantime.
+            EnvironmentFailedError: The file system refuses. In both cases the staging directory stays as it is.
         """
+        _refuse_present(self.target)
         for name, data in last.items():
             check_relative(name)
             path = self.path / name
@@ -136,7 +138,7 @@ class Staging:
                 finally:
                     os.close(handle)
                 sync_directory(path.parent)
-        with writing(self.target, 0):
+        with writing(self.target):
             for folder, _, _ in os.walk(self.path, topdown=False):
                 sync_directory(Path(folder))
             (self.path / NAME).unlink()
@@ -150,9 +152,9 @@ class Staging:
             for name in names:
                 path = Path(folder, name)
                 if path.relative_to(self.path).as_posix() not in kept and path != self.path / NAME:
-                    with writing(path, 0):
+                    with writing(path):
                         path.unlink()
-            if not any(os.scandir(folder)):
+            if not os.listdir(folder):
                 Path(folder).rmdir()
 
 

@@ -19,13 +19,14 @@ _CANNOT_PREALLOCATE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, e
 
 
 @contextmanager
-def writing(path: Path, size_bytes: int) -> Iterator[None]:
-    """Turns an OSError of the block into an EnvironmentFailedError that names the file and how large it is to be."""
+def writing(path: Path, size_bytes: int | None = None) -> Iterator[None]:
+    """Turns an OSError of the block into an EnvironmentFailedError that names the path and the size that it is to have."""
     try:
         yield
     except OSError as error:
+        size = "" if size_bytes is None else f" ({size_bytes} bytes)"
         raise EnvironmentFailedError(
-            f"{path}: cannot be written ({size_bytes} bytes): {error.strerror}",
+            f"{path}: cannot be written{size}: {error.strerror}",
             next_step="Free space or permission there, then run the same command again: it goes on where it stopped.",
         ) from error
 

@@ -40,7 +40,7 @@ class Journal:
             UsageError: Another process holds the lock.
             EnvironmentFailedError: The file system refuses.
         """
-        with writing(path, 0):
+        with writing(path):
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -64,13 +64,21 @@ class Journal:
         """Finished files that the journal lists, by path, after it was made this run's if it was empty.
 
         A last line that was cut is removed, so that what is appended begins a line of its own.
+
+        Raises:
+            UsageError: It is another run's, or of another version of ckptguard.
         """
-        with writing(self._path, 0):
+        with writing(self._path):
             data = _read_all(self._handle)
             lines, whole_bytes = _whole_lines(data)
             os.ftruncate(self._handle, whole_bytes)
         if not lines:
             self._append({"format": _FORMAT, "identity": identity, "what": what})
+        elif (lines[0].get("format"), lines[0].get("identity")) != (_FORMAT, identity):
+            raise UsageError(
+                f"{self._path.parent}: left by {lines[0].get('what', 'another run')}, which was started with other arguments",
+                next_step="Remove that directory, then run the command again.",
+            )
         return dict(_finished(line) for line in lines[1:])
 
     def add(self, name: str, digest: FileDigest) -> None:

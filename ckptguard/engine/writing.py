@@ -26,7 +26,7 @@ from ckptguard.core.writing import (
     windows,
 )
 from ckptguard.engine.staging import Staging
-from ckptguard.engine.workers import SILENT, Progress, aligned_buffer, default_threads
+from ckptguard.engine.workers import BUFFER_BYTES, SILENT, Progress, aligned_buffer, default_threads
 from ckptguard.engine.write_calls import create, start_writeback, store, writing
 from ckptguard.engine.write_digests import FileHasher
 from ckptguard.fingerprint.manifest import FileDigest
@@ -37,9 +37,8 @@ except ImportError:
     from zlib import crc32
 
 _PAGE_BYTES = 4096
-WINDOW_BYTES = 4 << 20
 _WRITEBACK_BYTES = 16 << 20
-_EXTRA_THREADS = 2  # while some wait for the disk or for their turn
+_EXTRA_THREADS = 1  # while one waits for the disk or for its turn
 
 
 def write(
@@ -60,7 +59,7 @@ def write(
         staging: Where.
         fill: Provides the elements.
         memory_bytes: Most bytes of buffers.
-        threads: Worker threads; two more than cores by default.
+        threads: Worker threads; one more than cores by default.
         progress: Hears of the bytes done.
 
     Returns:
@@ -73,7 +72,9 @@ def write(
     """
     assert plan.identity == staging.identity
     sizes = {file.path: file.size_bytes for file in plan.files}
-    window_bytes = max(min(WINDOW_BYTES, memory_bytes - _PAGE_BYTES), widest_piece(plan))
+    count = max(1, min(threads or default_threads() + _EXTRA_THREADS, memory_bytes // (2 * _PAGE_BYTES)))
+    share_bytes = memory_bytes // count // _PAGE_BYTES * _PAGE_BYTES
+    window_bytes = max(min(BUFFER_BYTES, share_bytes - _PAGE_BYTES), widest_piece(plan))
     buffer_bytes = -(-window_bytes // _PAGE_BYTES) * _PAGE_BYTES + _PAGE_BYTES
     if buffer_bytes > memory_bytes:
         raise UsageError(
@@ -85,9 +86,8 @@ def write(
     left_bytes = sum(sizes[file.path] for file in rest)
     staging.require_space(left_bytes)
     progress.start("writing", left_bytes)
-    count = min(threads or default_threads() + _EXTRA_THREADS, memory_bytes // buffer_bytes)
     run = _Run(rest, staging, fill, window_bytes, progress)
-    digests |= run.on_threads(count, buffer_bytes)
+    digests |= run.on_threads(min(count, memory_bytes // buffer_bytes), buffer_bytes)
     return {name: digests[name] for name in sizes}
 
 
