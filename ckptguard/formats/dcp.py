@@ -50,13 +50,23 @@ def read_table(files: Directory, name: str = METADATA) -> DcpTable:
         DamagedError: It is not a whole pickle of torch's Metadata.
         UnsafePickleError: It names something outside the allow-list.
     """
+    return parse_table(files.read(name), str(files.root / name), name)
+
+
+def parse_table(data: bytes, where: str, name: str = METADATA) -> DcpTable:
+    """As ``read_table``, for the content of a ``.metadata`` file.
+
+    Args:
+        data: The content.
+        where: Its path, for messages.
+        name: Its name, for problems.
+    """
     with collector_paused():
-        return _read_table(files, name)
+        return _parse_table(data, where, name)
 
 
-def _read_table(files: Directory, name: str) -> DcpTable:
-    where = str(files.root / name)
-    value = load(files.read(name), where=where, file=name)
+def _parse_table(data: bytes, where: str, name: str) -> DcpTable:
+    value = load(data, where=where, file=name)
     try:
         stored = _stored(value.storage_data)
         declared = value.state_dict_metadata

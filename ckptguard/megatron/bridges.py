@@ -21,6 +21,7 @@ from typing import Any
 from ckptguard.core.errors import UnsupportedError
 
 _REGISTRATION = re.compile(r"register_bridge\(\s*source\s*=\s*(?:\"([\w.]+)\"|(\w+))")
+_OWN = {"MixtralForCausalLM": "ckptguard.megatron.mixtral_bridge"}  # what Bridge lacks
 _SKIPPED = ("megatron.bridge", "megatron.bridge.models", "megatron.bridge.models.conversion")
 
 
@@ -59,6 +60,7 @@ def architectures() -> dict[str, str]:
             next_step="Install it with: pip install --no-deps megatron-bridge",
         )
     out: dict[str, str] = {}
+    out |= _OWN
     for file in sorted((place / "models").rglob("*_bridge.py")):
         text = file.read_text()
         for literal, name in _REGISTRATION.findall(text):
@@ -111,6 +113,8 @@ def load(config: Mapping[str, Any]) -> Family:
 def _import(architecture: str, module: str) -> Any:
     place = root()
     assert place is not None
+    if module in _OWN.values():
+        return importlib.import_module(module).BRIDGE()
     import transformers
 
     source = Path(place.parents[1], *module.split(".")).with_suffix(".py").read_text()
@@ -144,7 +148,7 @@ def _registrations() -> dict[str, Any]:
 
 
 def read_config(folder: Path, config: Mapping[str, Any]) -> Any:
-    """transformers' configuration object of a snapshot; code that comes with a snapshot is never run.
+    """Transformers' configuration object of a snapshot; code that comes with a snapshot is never run.
 
     Args:
         folder: The snapshot's directory.

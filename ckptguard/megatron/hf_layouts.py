@@ -4,35 +4,22 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from ckptguard.core.errors import UnsupportedError
+from ckptguard.layout.layouts import Layout
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Parallel sizes as Megatron names them; the fields of ``layout.Layout``."""
-
-    tp: int = 1
-    pp: int = 1
-    ep: int = 1
-    etp: int | None = None
-    vpp: int = 1
-    first_pp_layers: int | None = None
-    last_pp_layers: int | None = None
-    pp_layout: str | None = None
-
-    def as_args(self) -> Namespace:
-        """What ``worlds.ranks`` reads."""
-        return Namespace(
-            tensor_model_parallel_size=self.tp,
-            pipeline_model_parallel_size=self.pp,
-            virtual_pipeline_model_parallel_size=self.vpp if self.vpp > 1 else None,
-            expert_model_parallel_size=self.ep,
-            expert_tensor_parallel_size=self.etp,
-            use_tp_pp_dp_mapping=False,
-        )
+def as_args(layout: Layout) -> Namespace:
+    """What ``worlds.ranks`` reads."""
+    return Namespace(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        use_tp_pp_dp_mapping=False,
+    )
 
 
 def apply(provider: Any, layout: Layout) -> None:
@@ -115,7 +102,9 @@ def _wrong_stages(layers: int, layout: Layout) -> Iterator[str]:
         return
     if stages and (rest % (stages * layout.vpp) or not rest):
         fit = [n for n in range(2, layers + 1) if layers % (n * layout.vpp) == 0]
-        more = "" if ends else f" (these --pp work evenly: {_words(fit)}; or give --first-pp-layers and --last-pp-layers)"
+        more = (
+            "" if ends else f" (these --pp work evenly: {_words(fit)}; or give --first-pp-layers and --last-pp-layers)"
+        )
         yield f"{rest} layers over {stages} stages{f' of {layout.vpp} parts' if layout.vpp > 1 else ''}{more}"
     for n in ends:
         if n % layout.vpp:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -33,6 +34,14 @@ class Source(Mapping[str, torch.Tensor]):
         """All names, as Bridge's ``StateSource`` gives them."""
         return list(self._tensors)
 
+    def has_glob(self, pattern: str) -> bool:
+        """Whether a name matches, as Bridge's ``StateSource`` says."""
+        return any(fnmatch.fnmatchcase(name, pattern) for name in self._tensors)
+
+    def ones(self, shape: Sequence[int]) -> Traced:
+        """A tensor of ones, for what the snapshot has nothing of."""
+        return self._derive("ones", [], list(shape))
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
 
@@ -60,7 +69,7 @@ class Source(Mapping[str, torch.Tensor]):
         return None
 
     def _derive(self, kind: str, of: list[str], shape: list[int]) -> Traced:
-        name = f"{kind}({', '.join(of)})"
+        name = f"{kind}({', '.join(of)})" if of else f"{kind}({list(shape)})"
         self.derived[name] = {"kind": kind, "of": of, "shape": shape, "dtype": "bfloat16"}
         return tracing.source(name, shape, torch.bfloat16)
 

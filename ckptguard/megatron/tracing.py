@@ -20,30 +20,25 @@ _HANDLERS: dict[str, Callable[..., Any]] = {}
 
 
 class Traced(torch.Tensor):
-    """A tensor without data that knows which source elements it is made of.
+    """A tensor without data that knows which source elements it is made of. Casts are not recorded: the plan decides dtypes.
 
     Attributes:
         assembly: Where each element comes from.
-        passed: Dtypes that the values have passed through, the current one last.
     """
 
     assembly: Assembly
-    passed: tuple[torch.dtype, ...]
 
     @staticmethod
-    def __new__(cls, assembly: Assembly, passed: tuple[torch.dtype, ...]) -> Traced:
-        make: Any = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
-        out: Traced = make(cls, assembly.shape, dtype=passed[-1], device="cpu")
+    def __new__(cls, assembly: Assembly, dtype: torch.dtype) -> Traced:  # noqa: D102
+        make: Any = torch.Tensor._make_wrapper_subclass
+        out: Traced = make(cls, assembly.shape, dtype=dtype, device="cpu")
         return out
 
-    def __init__(self, assembly: Assembly, passed: tuple[torch.dtype, ...]) -> None:
-        self.assembly, self.passed = assembly, passed
-
-    def __repr__(self, **_: Any) -> str:
-        return f"Traced({list(self.shape)}, {self.dtype})"
+    def __init__(self, assembly: Assembly, dtype: torch.dtype) -> None:
+        self.assembly = assembly
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         handler = _HANDLERS.get(func.overloadpacket.__name__)
@@ -56,11 +51,11 @@ class Traced(torch.Tensor):
 
 def source(name: str, shape: Sequence[int], dtype: torch.dtype) -> Traced:
     """A tensor that is a source as it is."""
-    return Traced(pieces.of_source(name, shape), (dtype,))
+    return Traced(pieces.of_source(name, shape), dtype)
 
 
-def _handles(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+def _handles[Handler: Callable[..., Any]](*names: str) -> Callable[[Handler], Handler]:
+    def register(function: Handler) -> Handler:
         _HANDLERS.update(dict.fromkeys(names, function))
         return function
 
@@ -68,7 +63,7 @@ def _handles(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def _like(x: Traced, assembly: Assembly) -> Traced:
-    return Traced(assembly, x.passed)
+    return Traced(assembly, x.dtype)
 
 
 def _lift(x: torch.Tensor) -> Assembly:
@@ -103,7 +98,7 @@ def _same(x: Traced, **_: Any) -> Traced:
 
 @_handles("_to_copy", "to")
 def _to_copy(x: Traced, *, dtype: torch.dtype | None = None, **_: Any) -> Traced:
-    return Traced(x.assembly, (*x.passed, dtype) if dtype not in (None, x.dtype) else x.passed)
+    return Traced(x.assembly, dtype or x.dtype)
 
 
 @_handles("permute")

@@ -1,0 +1,182 @@
+"""Fills buffers with the elements of planned chunks, from the files that their sources stand in. Thread-safe."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptguard.core.boxes import Box
+from ckptguard.core.dtypes import DType
+from ckptguard.core.pieces import Piece
+from ckptguard.core.plan import Computed, Made, Sources, Stored
+from ckptguard.engine import computing
+from ckptguard.formats.base import Checkpoint
+from ckptguard.formats.chunks import Located
+
+Array = npt.NDArray[Any]
+_WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+_DIRECT_BYTES = 1 << 14  # shorter runs are gathered from a mapped file instead
+
+
+class Filler:
+    """The ``Fill`` of a list of chunks (``core.writing``): rows of them, put together from their sources.
+
+    Args:
+        chunks: By the key under which they are asked for.
+        sources: What the chunks' pieces name.
+        checkpoint: In which the sources stand.
+    """
+
+    def __init__(self, chunks: Sequence[Made], sources: Sources, checkpoint: Checkpoint) -> None:
+        self.chunks = chunks
+        self._sources = sources
+        self._files = checkpoint.files
+        self._locate = lru_cache(maxsize=1 << 16)(checkpoint.reader.locate)
+        self._reader = checkpoint.reader
+
+    def __call__(self, key: int, begin_bytes: int, out: memoryview, /) -> None:
+        """Fills ``out`` with bytes ``[begin_bytes, begin_bytes + len(out))`` of a chunk; whole rows (``row_bytes``)."""
+        chunk = self.chunks[key]
+        dim, row = _rows(chunk)
+        first, count = begin_bytes // row, len(out) // row
+        size = (*chunk.box.size[:dim], count, *chunk.box.size[dim + 1 :]) if chunk.box.size else ()
+        window = Box(tuple(first if d == dim else 0 for d in range(len(size))), size)
+        target: Array = np.frombuffer(out, _WORDS[chunk.dtype.itemsize]).reshape(size)
+        for piece in chunk.assembly.pieces:
+            part = piece.within(window)
+            if part is not None:
+                place = tuple(
+                    slice(o - w, o - w + (n - 1) * s + 1, s)
+                    for o, n, s, w in zip(part.offset, part.size, part.step, window.offset, strict=True)
+                )
+                self._copy(part, target[place], chunk.dtype)
+
+    def _copy(self, part: Piece, target: Array, dtype: DType) -> None:
+        if not part.source:
+            target[...] = 0
+            return
+        source = self._sources[part.source]
+        if source.dtype == dtype and isinstance(source, Stored):
+            self._copy_stored(source, part, target)
+            return
+        values: Array = np.empty(part.size, _WORDS[source.dtype.itemsize])
+        if isinstance(source, Stored):
+            self._copy_stored(source, part, values)
+        else:
+            self._compute(source, part, values)
+        target[...] = values if source.dtype == dtype else computing.cast(values, source.dtype, dtype)
+
+    def _copy_stored(self, source: Stored, part: Piece, target: Array) -> None:
+        at: Located = self._locate(source.entry, source.chunk)
+        if at.strides is not None or at.memory is not None:
+            target[...] = self._odd(source, at, part)
+            return
+        itemsize = at.dtype.itemsize
+        first = at.span.offset_bytes + (at.first_element + part.first) * itemsize
+        run, lines = _run(part)
+        if target.flags.c_contiguous and (lines == 1 or run * itemsize >= _DIRECT_BYTES):
+            flat = memoryview(target.reshape(-1).view(np.uint8))
+            step = run * itemsize
+            for line, skipped in enumerate(_starts(part, run)):
+                self._files.read_into(at.span.file, first + skipped * itemsize, flat[line * step : (line + 1) * step])
+            return
+        last = sum((n - 1) * s for n, s in zip(part.size, part.strides, strict=True))
+        with self._files.reading(at.span.file) as handle:
+            page = first // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+            length = first - page + (last + 1) * itemsize
+            # A window of the file of its own: what was touched does not stay in memory.
+            with _mapped(handle, length, page) as mapped:
+                items: Array = np.frombuffer(mapped, _WORDS[itemsize], count=last + 1, offset=first - page)
+                strides = [s * itemsize for s in part.strides]
+                view = np.lib.stride_tricks.as_strided(items, part.size, strides, writeable=False)
+                target[...] = view
+                del view, items
+
+    def _odd(self, source: Stored, at: Located, part: Piece) -> Array:
+        """A source that is stored strided or compressed: read whole, it is rare and was small so far."""
+        data = bytearray(at.numel * at.dtype.itemsize)
+        self._reader.read_elements(at, 0, memoryview(data))
+        items: Array = np.frombuffer(data, _WORDS[at.dtype.itemsize])[part.first :]
+        return np.lib.stride_tricks.as_strided(items, part.size, [s * at.dtype.itemsize for s in part.strides])
+
+    def _compute(self, source: Computed, part: Piece, target: Array) -> None:
+        """Computes the rows of a source that a piece meets, a few at a time, and takes its elements out of them."""
+        width = source.shape[-1] if source.shape else 1
+        for piece, place in _in_rows(part, width):
+            last = piece.first + sum((n - 1) * s for n, s in zip(piece.size, piece.strides, strict=True))
+            begin, end = piece.first // width, last // width + 1
+            rows = computing.rows(source, begin, end, self._read_rows).reshape(-1)
+            items = rows[piece.first - begin * width :]
+            target[place] = np.lib.stride_tricks.as_strided(
+                items, piece.size, [s * items.itemsize for s in piece.strides], writeable=False
+            )
+
+    def _read_rows(self, source: Stored, begin: int, end: int) -> Array:
+        """Elements ``[begin, end)`` of a stored source, counted row-major, flat."""
+        out: Array = np.empty(end - begin, _WORDS[source.dtype.itemsize])
+        at = self._locate(source.entry, source.chunk)
+        self._reader.read_elements(at, begin, memoryview(out.view(np.uint8)))
+        return out
+
+
+class _mapped(mmap.mmap):  # noqa: N801 -- a context manager that reads like a function
+    """A read-only window of a file."""
+
+    def __new__(cls, handle: int, length: int, offset: int) -> _mapped:
+        return super().__new__(cls, handle, length, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ, offset=offset)
+
+
+def row_bytes(chunk: Made) -> int:
+    """Bytes of a row: the smallest part of a chunk that it is asked for in."""
+    return _rows(chunk)[1]
+
+
+def _rows(chunk: Made) -> tuple[int, int]:
+    """The dim along which a chunk is filled, the first with more than one index, and the bytes of one index of it."""
+    size = chunk.box.size
+    dim = next((d for d, n in enumerate(size) if n > 1), len(size) - 1)
+    return dim, prod(size[dim + 1 :]) * chunk.dtype.itemsize if size else chunk.dtype.itemsize
+
+
+def _run(part: Piece) -> tuple[int, int]:
+    """(elements that follow each other in source and target, number of such runs) of a piece."""
+    run, dim = 1, len(part.size)
+    while dim and (part.size[dim - 1] == 1 or part.strides[dim - 1] == run):
+        dim -= 1
+        run *= part.size[dim]
+    return run, part.numel // run
+
+
+def _starts(part: Piece, run: int) -> list[int]:
+    """First source element of every run, counted from the piece's first."""
+    starts, length = [0], 1
+    for n, stride in zip(part.size, part.strides, strict=True):
+        if length * run == part.numel:
+            break
+        starts = [at + i * stride for at in starts for i in range(n)]
+        length *= n
+    return starts
+
+
+def _in_rows(part: Piece, width: int) -> list[tuple[Piece, Any]]:
+    """Cuts a piece along its first long dim, so that no more than about a megabyte of rows is computed at once."""
+    last = sum((n - 1) * s for n, s in zip(part.size, part.strides, strict=True))
+    most = max(width, 1 << 19)
+    dim = next((d for d, n in enumerate(part.size) if n > 1), None)
+    if last < most or dim is None or part.strides[dim] < width:
+        return [(part, ...)]
+    count = max(1, most // part.strides[dim])
+    out = []
+    for begin in range(0, part.size[dim], count):
+        n = min(count, part.size[dim] - begin)
+        size = (*part.size[:dim], n, *part.size[dim + 1 :])
+        place = tuple(slice(begin, begin + n) if d == dim else slice(None) for d in range(len(size)))
+        out.append((replace(part, size=size, first=part.first + begin * part.strides[dim]), place))
+    return out
