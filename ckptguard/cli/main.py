@@ -12,6 +12,7 @@ from ckptguard import __version__
 from ckptguard.cli.completion import completion
 from ckptguard.cli.diff import diff
 from ckptguard.cli.fingerprint import fingerprint
+from ckptguard.cli.import_ import import_
 from ckptguard.cli.inspect import inspect
 from ckptguard.cli.seal import seal
 from ckptguard.cli.verify import verify
@@ -31,7 +32,7 @@ def cli() -> None:
     """Checkpoint integrity and resharding for Megatron: nothing lost, nothing silent, bounded memory."""
 
 
-for _command in (inspect, fingerprint, seal, verify, diff, completion):
+for _command in (import_, inspect, fingerprint, seal, verify, diff, completion):
     cli.add_command(_command)
 
 

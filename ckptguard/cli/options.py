@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import fnmatch
 import json
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import click
 
 from ckptguard.core.errors import UsageError
+from ckptguard.layout.layouts import Layout
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -27,6 +29,66 @@ tensors_option = click.option(
 threads_option = click.option(
     "--threads", type=click.IntRange(1), help="Worker threads; by default as many as cores, up to 16."
 )
+
+
+class SizeType(click.ParamType[int]):
+    """Bytes: ``2GiB``, ``500MB``, ``1073741824``; GB are powers of ten, GiB of two."""
+
+    name = "size"
+    _UNITS = {"": 1, "b": 1} | {
+        f"{letter}{kind}": base ** (power + 1)
+        for power, letter in enumerate("kmgt")
+        for kind, base in (("b", 1000), ("ib", 1024))
+    }
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Bytes of a text."""
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(value).strip().lower())
+        if match is None or match[2] not in self._UNITS:
+            self.fail(f"{value!r} is no size; write it as 2GiB or 500MB", param, ctx)
+        return int(float(match[1]) * self._UNITS[match[2]])
+
+
+def layout_options[C: Callable[..., Any]](command: C) -> C:
+    """Sizes of the target layout; ``layout_of`` makes a value of them."""
+    size = click.IntRange(1)
+    for option in reversed(
+        (
+            click.option("--tp", type=size, default=1, show_default=True, help="Tensor parallel size."),
+            click.option("--pp", type=size, default=1, show_default=True, help="Pipeline parallel size."),
+            click.option("--ep", type=size, default=1, show_default=True, help="Expert parallel size."),
+            click.option("--etp", type=size, help="Tensor parallel size of experts; by default --tp."),
+            click.option("--vpp", type=size, default=1, show_default=True, help="Virtual stages per pipeline rank."),
+            click.option("--first-pp-layers", type=size, help="Layers on the first stage, if the split is uneven."),
+            click.option("--last-pp-layers", type=size, help="Layers on the last stage, if the split is uneven."),
+            click.option("--pp-layout", metavar="LAYOUT", help='Megatron\'s own notation, such as "Et*3|t*4,L".'),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+def layout_of(chosen: Mapping[str, Any]) -> Layout:
+    """The layout that ``layout_options`` say."""
+    return Layout(**chosen)
+
+
+def writing_options[C: Callable[..., Any]](command: C) -> C:
+    """What every command that writes a checkpoint offers."""
+    for option in reversed(
+        (
+            click.option(
+                "--memory", type=SizeType(), default="2GiB", show_default=True, help="Most memory for buffers."
+            ),
+            threads_option,
+            click.option("--no-verify", is_flag=True, help="Do not prove the result before it appears."),
+            click.option("--dry-run", is_flag=True, help="Say what would be written, and write nothing."),
+        )
+    ):
+        command = option(command)
+    return command
 
 
 def path_argument(name: str = "path", metavar: str = "PATH") -> Callable[[Command], Command]:

@@ -55,7 +55,7 @@ class Staging:
             EnvironmentFailedError: The file system refuses.
         """
         target = Path(os.path.realpath(dst))
-        _refuse_present(target)
+        refuse_present(target)
         path = target.with_name(f"{target.name}{_MARK}{blake3(identity.encode()).hexdigest()[:12]}")
         _refuse_others(target, path)
         with writing(path):
@@ -126,7 +126,7 @@ class Staging:
             UsageError: The target was made by somebody else in the meantime.
             EnvironmentFailedError: The file system refuses. In both cases the staging directory stays as it is.
         """
-        _refuse_present(self.target)
+        refuse_present(self.target)
         for name, data in last.items():
             check_relative(name)
             path = self.path / name
@@ -158,7 +158,8 @@ class Staging:
                 Path(folder).rmdir()
 
 
-def _refuse_present(target: Path) -> None:
+def refuse_present(target: Path) -> None:
+    """Raises UsageError if something stands where a target is to be made."""
     if target.is_mount():
         raise UsageError(
             f"{target}: is a mount point", next_step="Give a directory inside it, which must not exist yet."

@@ -1,0 +1,91 @@
+"""What a conversion will do, and what it did: as lines and as plain values for JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckptguard.report import units
+from ckptguard.report.lines import facts, title
+
+if TYPE_CHECKING:
+    from ckptguard.convert.importing import Imported, ImportOptions, Prepared
+
+_SHOWN = 12
+
+
+def import_plan_dict(prepared: Prepared, chosen: ImportOptions) -> dict[str, Any]:
+    """The plan, ready for JSON."""
+    structure, plan = prepared.structure, prepared.plan
+    by_rank = {file.path: file.size_bytes for file in prepared.write_plan.files}
+    small = sum(len(data) for data in {**prepared.small, **prepared.root_files}.values())
+    return {
+        "architecture": structure.architecture,
+        "megatron_core": structure.megatron,
+        "megatron_bridge": structure.bridge,
+        "layout": chosen.layout.as_dict(),
+        "folder": prepared.folder,
+        "tensors": {
+            name: {"dtype": dtype, "shape": list(shape)} for name, (dtype, shape) in sorted(_tensors(prepared).items())
+        },
+        "bytes_by_file": by_rank,
+        "disk_bytes": sum(by_rank.values()) + small,
+        "memory_bytes": chosen.memory_bytes,
+        "computed": sorted({item.kind for item in structure.derived.values()}),
+        "copies": dict(plan.copies),
+        "unused": dict(plan.unused),
+        "notes": list(structure.notes),
+    }
+
+
+def _tensors(prepared: Prepared) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {chunk.name: (chunk.dtype.name, chunk.shape) for chunk in prepared.plan.chunks}
+
+
+def import_plan_lines(prepared: Prepared, chosen: ImportOptions, *, detailed: bool) -> Iterator[str]:
+    """The plan for people; all keys if it is detailed."""
+    structure, plan = prepared.structure, prepared.plan
+    sizes = [file.size_bytes for file in prepared.write_plan.files]
+    yield title(f"{structure.architecture} -> Megatron Core, {chosen.layout}")
+    yield from facts(
+        [
+            ("tensors", f"{len(_tensors(prepared))} in {len(plan.chunks)} chunks and {len(sizes)} files"),
+            ("bytes", f"{units.size(sum(sizes))}; {units.size(min(sizes))} to {units.size(max(sizes))} a file"),
+            ("memory", f"at most {units.size(chosen.memory_bytes)} of buffers"),
+            ("mapping", f"Megatron-Bridge {structure.bridge}, Megatron Core {structure.megatron}"),
+        ]
+    )
+    kinds = sorted({item.kind for item in structure.derived.values() if item.of})
+    if kinds:
+        count = sum(1 for item in structure.derived.values() if item.of)
+        yield f"  {count} quantised tensors are stored as what they stand for ({', '.join(kinds)} -> bfloat16)"
+    yield from _listed("repeats", plan.copies, "kept once, as {}; found equal")
+    yield from _listed("left out", plan.unused, "{}")
+    for note in structure.notes:
+        yield f"  {click.style('note', fg='yellow')} {note}"
+    if detailed:
+        for name, (dtype, shape) in sorted(_tensors(prepared).items()):
+            yield f"    {name} {dtype} {list(shape)}"
+        for file in prepared.write_plan.files:
+            yield f"    {file.path} {units.size(file.size_bytes)}"
+
+
+def _listed(label: str, items: Mapping[str, str], form: str) -> Iterator[str]:
+    for name, value in list(items.items())[:_SHOWN]:
+        yield f"  {label} {name}: {form.format(value)}"
+    if len(items) > _SHOWN:
+        yield f"  {label} {len(items) - _SHOWN} more like these; --json lists all"
+
+
+def import_result_lines(result: Imported) -> Iterator[str]:
+    """What was done, for people."""
+    yield from facts([("written", f"{result.path}, {units.size(result.written_bytes)}"), ("seal", result.seal)])
+    if result.proved is None:
+        yield f"{click.style('written', bold=True)}: not proved, as asked (--no-verify)"
+    else:
+        yield (
+            f"{click.style('proved', fg='green', bold=True)}: {result.proved} tensors of the snapshot, put together again "
+            "from the written files, have the fingerprints they had"
+        )
