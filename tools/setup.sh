@@ -36,6 +36,11 @@ ckptguard_setup() {
             cat .venv/setup.log >&2
             return 6
         fi
+        # Without its dependencies: some of them cannot be built without CUDA, and the models need none of those.
+        if ! .venv/bin/python -m pip install -q --disable-pip-version-check --no-deps -c tools/constraints.txt megatron-bridge >>.venv/setup.log 2>&1; then
+            cat .venv/setup.log >&2
+            return 6
+        fi
         echo "$stamp" >.venv/ckptguard-stamp
     fi
     export PATH="$PWD/.venv/bin:$PATH"

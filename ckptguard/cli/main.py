@@ -11,6 +11,7 @@ import click
 from ckptguard import __version__
 from ckptguard.cli.completion import completion
 from ckptguard.cli.diff import diff
+from ckptguard.cli.doctor import doctor
 from ckptguard.cli.fingerprint import fingerprint
 from ckptguard.cli.import_ import import_
 from ckptguard.cli.inspect import inspect
@@ -32,7 +33,7 @@ def cli() -> None:
     """Checkpoint integrity and resharding for Megatron: nothing lost, nothing silent, bounded memory."""
 
 
-for _command in (import_, inspect, fingerprint, seal, verify, diff, completion):
+for _command in (import_, inspect, fingerprint, seal, verify, diff, doctor, completion):
     cli.add_command(_command)
 
 

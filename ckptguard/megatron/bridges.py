@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.metadata
 import importlib.util
 import re
 import sys
@@ -78,13 +79,58 @@ def _constant(text: str, name: str) -> str:
 
 
 def enter() -> None:
-    """Makes Bridge's modules importable without its packages' ``__init__``, which would import every family."""
+    """Makes Bridge's modules importable without its packages' ``__init__``, which would import every family.
+
+    Bridge's base classes name two classes in annotations whose modules take seconds to import, and transformers looks up all
+    files of all installed packages: here the first are placeholders and the second is not asked.
+    """
     place = root()
-    for name in _SKIPPED if place else ():
-        if name not in sys.modules:
-            package = ModuleType(name)
-            package.__path__ = [str(Path(str(place), *name.split(".")[2:]))]
-            sys.modules[name] = package
+    if place is None or _SKIPPED[0] in sys.modules:
+        return
+    for name in _SKIPPED:
+        package = ModuleType(name)
+        package.__path__ = [str(Path(str(place), *name.split(".")[2:]))]
+        sys.modules[name] = package
+    asked, importlib.metadata.packages_distributions = importlib.metadata.packages_distributions, _Named
+    try:
+        importlib.import_module("transformers.utils.import_utils")
+    finally:
+        importlib.metadata.packages_distributions = asked
+    _placeholder("megatron.bridge.models.hf_pretrained.causal_lm", "PreTrainedCausalLM")
+    _placeholder("transformers.modeling_utils", "PreTrainedModel")
+    sys.modules["transformers.masking_utils"] = _AnyModule(
+        "transformers.masking_utils"
+    )  # would import torch's compiler
+    try:
+        importlib.import_module("transformers.models.auto.auto_factory")
+        importlib.import_module("megatron.bridge.models.conversion.model_bridge")
+    finally:  # a family that builds on real modelling code gets the real ones
+        del sys.modules["transformers.modeling_utils"], sys.modules["transformers.masking_utils"]
+
+
+class _Named(dict[str, list[str]]):
+    """A package's distribution has its name: enough for transformers to see what is installed."""
+
+    def __missing__(self, name: str) -> list[str]:
+        return [name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return [name]
+
+
+class _AnyModule(ModuleType):
+    """Has whatever is asked of it."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+def _placeholder(module: str, name: str) -> None:
+    out: Any = ModuleType(module)
+    setattr(out, name, type(name, (), {}))
+    sys.modules[module] = out
 
 
 def load(config: Mapping[str, Any]) -> Family:

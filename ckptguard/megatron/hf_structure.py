@@ -108,6 +108,8 @@ class Structure:
         tied: Whether the output layer is the embedding.
         files: What is stored beside the tensors; empty if it was not asked for.
         notes: Sentences for the user.
+        exported: Dtype and shape of the tensors that Bridge would export, by name and in its order; empty if the snapshot's own
+            were given.
     """
 
     architecture: str
@@ -121,6 +123,7 @@ class Structure:
     tied: bool
     files: Mapping[str, bytes]
     notes: tuple[str, ...]
+    exported: Mapping[str, tuple[str, tuple[int, ...]]]
 
     @cached_property
     def keys(self) -> dict[str, tuple[int, ...]]:
@@ -178,6 +181,7 @@ def from_plain(answer: Mapping[str, Any]) -> Structure:
         tied=answer["tied"],
         files={name: base64.b64decode(data) for name, data in answer["files"].items()},
         notes=tuple(answer["notes"]),
+        exported={name: (dtype, tuple(shape)) for name, (dtype, shape) in answer["exported"].items()},
     )
 
 

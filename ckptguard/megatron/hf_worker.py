@@ -66,6 +66,7 @@ def describe(question: Mapping[str, Any]) -> dict[str, Any]:
         "tied": bool(provider.share_embeddings_and_output_weights),
         "files": {name: base64.b64encode(data).decode() for name, data in files.items()},
         "notes": [*notes, *tracer.notes],
+        "exported": exported,
     }
 
 

@@ -23,7 +23,7 @@ import torch
 VERSION = "2.11.0"
 """What the skeleton calls itself: recent enough for all that Megatron 0.19 asks about."""
 
-_ROOTS = frozenset(
+ROOTS = frozenset(
     {"transformer_engine", "mamba_ssm", "causal_conv1d", "fla", "modelopt", "flash_attn", "fast_hadamard_transform"}
 )
 
@@ -202,7 +202,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname.split(".")[0] not in _ROOTS:
+        if fullname.split(".")[0] not in ROOTS:
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
