@@ -13,6 +13,9 @@ from typing import Any
 
 from ckptguard.core.errors import EnvironmentFailedError
 
+# Largest single write. For larger ones the kernel looks for larger stretches of free memory to cache them in: with most of the
+# memory in use, writes of 1 MiB took three to five times the system time (ext4, Linux 6.18).
+_WRITE_BYTES = 128 << 10
 _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 _FALLOC_FL_KEEP_SIZE = 1  # linux/falloc.h
 _CANNOT_PREALLOCATE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV, errno.EPERM})
@@ -67,7 +70,7 @@ def store(handle: int, view: memoryview, offset_bytes: int) -> None:
     """Writes all bytes of the view at an offset."""
     done = 0
     while done < len(view):
-        done += os.pwrite(handle, view[done:], offset_bytes + done)
+        done += os.pwrite(handle, view[done : done + _WRITE_BYTES], offset_bytes + done)
 
 
 def start_writeback(handle: int, offset_bytes: int, length_bytes: int) -> None:

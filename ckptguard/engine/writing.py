@@ -38,7 +38,6 @@ except ImportError:
 
 _PAGE_BYTES = 4096
 _WRITEBACK_BYTES = 16 << 20
-_EXTRA_THREADS = 1  # while one waits for the disk or for its turn
 
 
 def write(
@@ -59,7 +58,7 @@ def write(
         staging: Where.
         fill: Provides the elements.
         memory_bytes: Most bytes of buffers.
-        threads: Worker threads; one more than cores by default.
+        threads: Worker threads; as many as cores by default.
         progress: Hears of the bytes done.
 
     Returns:
@@ -72,7 +71,7 @@ def write(
     """
     assert plan.identity == staging.identity
     sizes = {file.path: file.size_bytes for file in plan.files}
-    count = max(1, min(threads or default_threads() + _EXTRA_THREADS, memory_bytes // (2 * _PAGE_BYTES)))
+    count = max(1, min(threads or default_threads(), memory_bytes // (2 * _PAGE_BYTES)))
     share_bytes = memory_bytes // count // _PAGE_BYTES * _PAGE_BYTES
     window_bytes = max(min(BUFFER_BYTES, share_bytes - _PAGE_BYTES), widest_piece(plan))
     buffer_bytes = -(-window_bytes // _PAGE_BYTES) * _PAGE_BYTES + _PAGE_BYTES
