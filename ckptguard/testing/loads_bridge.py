@@ -106,8 +106,22 @@ def _import(question: dict[str, Any]) -> list[Any]:
         provider.should_pad_vocab, provider.make_vocab_size_divisible_by = True, question["vocab_multiple"]
     chunks = _provide(provider, question["layout"])
     fill(chunks)
+    _leave_unmapped(type(bridge._model_bridge))
     bridge.load_hf_weights(chunks)
     return chunks
+
+
+def _leave_unmapped(kind: Any) -> None:
+    """Let a parameter that Bridge maps nothing to stay as it was filled, so that the others can be compared.
+
+    Bridge warns that it skips such a one, and then stops at the ``None`` among its tasks.
+    """
+    original = kind.build_conversion_tasks
+
+    def mapped(self: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        return [task for task in original(self, *args, **kwargs) if task is not None]
+
+    kind.build_conversion_tasks = mapped
 
 
 def _processes(layout: dict[str, Any]) -> None:

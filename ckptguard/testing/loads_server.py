@@ -7,6 +7,7 @@ which maps the numbers of failed ranks to their errors. What a rank has to say i
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -50,14 +51,23 @@ def _prepare(kind: str) -> None:
 def _let_skeleton_load(te: Any) -> None:
     """Two things of Transformer Engine 2.x that only loading meets, and that the skeleton has no need of.
 
-    Its DotProductAttention has a load hook that forgives a missing ``core_attention._extra_state``, which Megatron
-    never stores; its GroupedLinear sets up fp8 metadata before it looks at the stored states.
+    Its DotProductAttention forgives a missing ``core_attention._extra_state``, which Megatron stores of a learnable
+    softmax only; its GroupedLinear sets up fp8 metadata before it looks at the stored states.
     """
-    from torch.nn import Module
-
-    te.DotProductAttention.get_extra_state = Module.get_extra_state
-    te.DotProductAttention.set_extra_state = Module.set_extra_state
+    te.DotProductAttention.__init__ = _forgiving(te.DotProductAttention.__init__)
     te.GroupedLinear.init_fp8_metadata = lambda _self, num_gemms: None
+
+
+def _forgiving(make: Any) -> Any:
+    def forgive(_module: Any, keys: Any) -> None:
+        keys.missing_keys[:] = [key for key in keys.missing_keys if "core_attention._extra_state" not in key]
+
+    @functools.wraps(make)
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        self.register_load_state_dict_post_hook(forgive)
+
+    return made
 
 
 def _rank(question: dict[str, Any], rank: int, port: int) -> None:
