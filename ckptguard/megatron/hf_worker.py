@@ -22,7 +22,7 @@ from ckptguard.core import pieces
 from ckptguard.core.errors import UnsupportedError
 from ckptguard.core.pieces import Assembly
 from ckptguard.layout.layouts import Layout
-from ckptguard.megatron import bridges, hf_layouts, tracing, worker, worlds
+from ckptguard.megatron import bridges, hf_layouts, hf_names, tracing, worker, worlds
 from ckptguard.megatron.hf_source import Source
 from ckptguard.megatron.model_args import NEUTRAL
 from ckptguard.megatron.stored_state import stored_files
@@ -39,8 +39,8 @@ _LAYER = re.compile(r"layers\.\d+\.")
 def describe(question: Mapping[str, Any]) -> dict[str, Any]:
     """The plain form of ``hf_structure.Structure``; the question is ``hf_structure.ask_structure``'s."""
     logging.disable(logging.WARNING)
-    known = question["tensors"] or {}
-    source = Source({name: (getattr(torch, dtype), shape) for name, (dtype, shape) in known.items()})
+    known = _typed(question["tensors"] or {})
+    source = Source(known)
     bridges.enter()
     source.install()
     family = bridges.load(question["config"])
@@ -52,6 +52,8 @@ def describe(question: Mapping[str, Any]) -> dict[str, Any]:
     provider = _provider(bridge, dtype)
     hf_layouts.refuse(provider, layout, family.architecture)
     padded = hf_layouts.padded_vocabulary(provider, layout, question["pad_vocabulary_to"])
+    exported = _exported(bridge, dtype, padded) if question["tensors"] is None else {}
+    known |= _typed(exported)
     files, notes = _stored(bridge, dtype, layout, question)
     tensors, tracer = _world_of_one(bridge, _without_kernels(_provider(bridge, dtype)), padded, source)
     return {
@@ -68,6 +70,10 @@ def describe(question: Mapping[str, Any]) -> dict[str, Any]:
         "notes": [*notes, *tracer.notes],
         "exported": exported,
     }
+
+
+def _typed(tensors: Mapping[str, Any]) -> dict[str, tuple[torch.dtype, list[int]]]:
+    return {name: (getattr(torch, dtype), shape) for name, (dtype, shape) in tensors.items()}
 
 
 def _provider(bridge: Any, dtype: torch.dtype) -> Any:
@@ -105,6 +111,17 @@ def _stored(
     files |= {f"iteration/{name}": data for name, data in stored.iteration_files.items()}
     files |= {f"root/{name}": data for name, data in stored.root_files.items()}
     return files, stored.notes
+
+
+def _exported(bridge: Any, dtype: torch.dtype, padded: int) -> hf_names.Exported:
+    """What Bridge would export of the unsplit model."""
+    provider = _without_kernels(_provider(bridge, dtype))
+    rows = int(provider.vocab_size)
+    hf_layouts.apply(provider, Layout())
+    provider.vocab_size, provider.should_pad_vocab = padded, False
+    for _, (model,) in _models(provider, Layout()):
+        return hf_names.exported(bridge, model, rows)
+    raise AssertionError("a world has a rank")
 
 
 def _world_of_one(bridge: Any, provider: Any, padded: int, source: Source) -> tuple[list[dict[str, Any]], _Tracer]:
