@@ -42,6 +42,13 @@ from ckptguard.core.errors import UsageError
     metavar="N",
     help="Pad the vocabulary to a multiple of N x TP (Megatron-LM's --make-vocab-size-divisible-by); by default Bridge's N.",
 )
+@click.option(
+    "--target-version",
+    type=click.Choice(["any", "0.19"]),
+    default="any",
+    show_default=True,
+    help="Megatron Core that will read it; `any` also writes common.pt, which releases before 0.19 need and 0.19 calls old.",
+)
 @options.writing_options
 @options.json_option
 def import_(
@@ -51,6 +58,7 @@ def import_(
     dtypes: tuple[str, ...],
     drop: tuple[str, ...],
     vocab_multiple: int | None,
+    target_version: str,
     memory: int,
     threads: int | None,
     no_verify: bool,
@@ -65,6 +73,7 @@ def import_(
     had the same fingerprint. A run that was broken off goes on when the same command is given again.
     """  # fmt: skip
     from ckptguard.convert import importing
+    from ckptguard.convert.estimates import estimate
     from ckptguard.engine.staging import refuse_present
     from ckptguard.formats.registry import open_checkpoint
     from ckptguard.report.conversions import import_plan_dict, import_plan_lines, import_result_lines
@@ -72,12 +81,14 @@ def import_(
 
     chosen = importing.ImportOptions(
         layout=options.layout_of(layout), iteration=_iteration(iteration), dtypes=importing.dtype_rules(dtypes), drop=drop,
-        pad_vocabulary_to=vocab_multiple, verify=not no_verify, memory_bytes=memory, threads=threads,
+        pad_vocabulary_to=vocab_multiple, old_readers=target_version == "any", verify=not no_verify,
+        memory_bytes=memory, threads=threads,
     )  # fmt: skip
     refuse_present(target)
     with open_checkpoint(source) as checkpoint, progress_bar(wanted=not as_json) as progress:
         prepared = importing.prepare(checkpoint, source.partition("@")[0], chosen, progress=progress)
-        plan = import_plan_dict(prepared, chosen)
+        needs = estimate(checkpoint, target, prepared.total_bytes, verify=chosen.verify, threads=threads)
+        plan = import_plan_dict(prepared, chosen, needs)
         result = None
         if not dry_run:
             what = f"import of {source}"
@@ -88,7 +99,7 @@ def import_(
         }  # fmt: skip
         options.print_json({"plan": plan, "result": done})
         return
-    click.echo("\n".join(import_plan_lines(prepared, chosen, detailed=dry_run)))
+    click.echo("\n".join(import_plan_lines(prepared, chosen, needs, detailed=dry_run)))
     if result is not None:
         click.echo("\n".join(import_result_lines(result)))
 

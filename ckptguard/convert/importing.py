@@ -49,6 +49,7 @@ class ImportOptions:
         dtypes: (pattern of Megatron's names, dtype) pairs.
         drop: Patterns of the snapshot's names that may be left out.
         pad_vocabulary_to: The vocabulary's multiple per TP rank, instead of Bridge's.
+        old_readers: Also write common.pt, which readers before Megatron Core 0.19 need.
         verify: Prove the result before it appears.
         memory_bytes: Most bytes of buffers.
         threads: Worker threads.
@@ -59,6 +60,7 @@ class ImportOptions:
     dtypes: tuple[tuple[str, str], ...] = ()
     drop: tuple[str, ...] = ()
     pad_vocabulary_to: int | None = None
+    old_readers: bool = True
     verify: bool = True
     memory_bytes: int = 2 << 30
     threads: int | None = None
@@ -83,6 +85,12 @@ class Prepared:
     small: Mapping[str, bytes]
     root_files: Mapping[str, bytes]
     folder: str
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all files."""
+        small = sum(len(data) for data in {**self.small, **self.root_files}.values())
+        return sum(file.size_bytes for file in self.write_plan.files) + small
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +138,8 @@ def prepare(checkpoint: Checkpoint, model_id: str, options: ImportOptions, *, pr
     small = _carried(checkpoint)
     small |= {n.partition("/")[2]: data for n, data in structure.files.items() if n.startswith("iteration/")}
     small |= {".metadata": writer.metadata_bytes([file for file, _ in placed]), "metadata.json": writer.config_bytes()}
+    if not options.old_readers:
+        small.pop("common.pt", None)
     root = {n.partition("/")[2]: data for n, data in structure.files.items() if n.startswith("root/")}
     files = tuple(TargetFile(f"{folder}/{file.name}", parts) for file, parts in placed)
     identity = _identity(checkpoint, plan, small, root, options)

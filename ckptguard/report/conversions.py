@@ -11,16 +11,16 @@ from ckptguard.report import units
 from ckptguard.report.lines import facts, title
 
 if TYPE_CHECKING:
+    from ckptguard.convert.estimates import Estimate
     from ckptguard.convert.importing import Imported, ImportOptions, Prepared
 
 _SHOWN = 12
 
 
-def import_plan_dict(prepared: Prepared, chosen: ImportOptions) -> dict[str, Any]:
+def import_plan_dict(prepared: Prepared, chosen: ImportOptions, needs: Estimate) -> dict[str, Any]:
     """The plan, ready for JSON."""
     structure, plan = prepared.structure, prepared.plan
     by_rank = {file.path: file.size_bytes for file in prepared.write_plan.files}
-    small = sum(len(data) for data in {**prepared.small, **prepared.root_files}.values())
     return {
         "architecture": structure.architecture,
         "megatron_core": structure.megatron,
@@ -31,7 +31,9 @@ def import_plan_dict(prepared: Prepared, chosen: ImportOptions) -> dict[str, Any
             name: {"dtype": dtype, "shape": list(shape)} for name, (dtype, shape) in sorted(_tensors(prepared).items())
         },
         "bytes_by_file": by_rank,
-        "disk_bytes": sum(by_rank.values()) + small,
+        "disk_bytes": needs.disk_bytes,
+        "free_bytes": needs.free_bytes,
+        "seconds_guessed": round(needs.seconds, 1),
         "memory_bytes": chosen.memory_bytes,
         "computed": sorted({item.kind for item in structure.derived.values()}),
         "copies": dict(plan.copies),
@@ -44,7 +46,7 @@ def _tensors(prepared: Prepared) -> dict[str, tuple[str, tuple[int, ...]]]:
     return {chunk.name: (chunk.dtype.name, chunk.shape) for chunk in prepared.plan.chunks}
 
 
-def import_plan_lines(prepared: Prepared, chosen: ImportOptions, *, detailed: bool) -> Iterator[str]:
+def import_plan_lines(prepared: Prepared, chosen: ImportOptions, needs: Estimate, *, detailed: bool) -> Iterator[str]:
     """The plan for people; all keys if it is detailed."""
     structure, plan = prepared.structure, prepared.plan
     sizes = [file.size_bytes for file in prepared.write_plan.files]
@@ -53,6 +55,8 @@ def import_plan_lines(prepared: Prepared, chosen: ImportOptions, *, detailed: bo
         [
             ("tensors", f"{len(_tensors(prepared))} in {len(plan.chunks)} chunks and {len(sizes)} files"),
             ("bytes", f"{units.size(sum(sizes))}; {units.size(min(sizes))} to {units.size(max(sizes))} a file"),
+            ("disk", f"{units.size(needs.disk_bytes)} needed, {units.size(needs.free_bytes)} free"),
+            ("time", f"about {needs.seconds:.0f} s" if detailed else None),
             ("memory", f"at most {units.size(chosen.memory_bytes)} of buffers"),
             ("mapping", f"Megatron-Bridge {structure.bridge}, Megatron Core {structure.megatron}"),
         ]
