@@ -12,6 +12,7 @@ from ckptguard import __version__
 from ckptguard.cli.completion import completion
 from ckptguard.cli.diff import diff
 from ckptguard.cli.doctor import doctor
+from ckptguard.cli.export import export
 from ckptguard.cli.fingerprint import fingerprint
 from ckptguard.cli.import_ import import_
 from ckptguard.cli.inspect import inspect
@@ -33,7 +34,7 @@ def cli() -> None:
     """Checkpoint integrity and resharding for Megatron: nothing lost, nothing silent, bounded memory."""
 
 
-for _command in (import_, inspect, fingerprint, seal, verify, diff, doctor, completion):
+for _command in (import_, export, inspect, fingerprint, seal, verify, diff, doctor, completion):
     cli.add_command(_command)
 
 

@@ -164,7 +164,7 @@ class Names:
 
 def _by_parameter(structure: Structure) -> Iterator[Cell]:
     """Each parameter of the unsplit model as a tensor of its own, as ``torch_dcp`` stores it."""
-    for cell in structure.cells:
+    for cell in {cell.parameter: cell for cell in structure.cells}.values():
         if cell.template is not None:
             shape = structure.templates[cell.template].shape
             yield replace(cell, key=cell.parameter, shape=shape, box=whole(shape), local=whole(shape))
@@ -255,8 +255,8 @@ def _pieces(
         out[name] = pieces
     if wrong:
         stored = {held.key for held in chunks}
-        gone = [key for key in structure.keys if key not in stored]
-        raise _other_model(structure, index, [*(f"{key} is not stored" for key in gone[:_SHOWN]), *wrong])
+        gone = {cell.key for cell in structure.cells if not {cell.key, cell.parameter} & stored}
+        raise _other_model(structure, index, [*(f"{key} is not stored" for key in sorted(gone)), *wrong])
     return out
 
 

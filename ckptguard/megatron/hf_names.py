@@ -1,4 +1,4 @@
-"""The tensors that Bridge would export of a model: names and shapes, found by running its way back on tensors without data.
+"""The tensors that Bridge would export of a model: names and shapes, found by running its way back on the meta device.
 
 Asking process only. Source: megatron/bridge/models/conversion/model_bridge.py ``stream_weights_megatron_to_hf`` and
 ``_accumulate_grouped_export`` (megatron-bridge 0.6.2).
@@ -12,8 +12,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-
-from ckptguard.megatron import tracing
 
 Exported = dict[str, tuple[str, list[int]]]
 _NUMBER = re.compile(r"\d+")
@@ -33,7 +31,7 @@ def exported(bridge: Any, model: Any, vocabulary: int) -> Exported:
     registry, modules = bridge.mapping_registry(), dict(model.named_modules())
     groups: dict[str, dict[int, torch.Tensor]] = {}
     known: dict[Any, dict[str, Any]] = {}  # layers and experts of one kind give the same shapes
-    for name, tensor in chain(model.named_parameters(), ((n, b) for n, b in persistent_buffers(model))):
+    for name, tensor in chain(model.named_parameters(), persistent_buffers(model)):
         mapping = registry.megatron_to_hf_lookup(name)
         if mapping is None:
             continue
@@ -62,8 +60,7 @@ def _back(bridge: Any, mapping: Any, model: Any, module: Any, name: str, tensor:
     if not hasattr(module, "config"):
         module.config = model.config
     with torch.no_grad():
-        traced = tracing.source(name, tuple(tensor.shape), tensor.dtype)
-        back: dict[str, Any] = mapping.megatron_to_hf(traced, module)
+        back: dict[str, Any] = mapping.megatron_to_hf(tensor.detach(), module)
         task = Namespace(param_name=name, global_param_name=name, mapping=mapping, vp_stage=None)
         if getattr(mapping, "is_grouped_export", False):
             return back

@@ -1,0 +1,93 @@
+"""What an export will do, and what it did: as lines and as plain values for JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckptguard.report import units
+from ckptguard.report.lines import facts, title
+
+if TYPE_CHECKING:
+    from ckptguard.convert.exporting import Exported, ExportOptions, PreparedExport
+
+_SHOWN = 12
+
+
+def export_plan_dict(prepared: PreparedExport, chosen: ExportOptions) -> dict[str, Any]:
+    """The plan, ready for JSON."""
+    structure, plan = prepared.structure, prepared.plan
+    by_file = {file.path: file.size_bytes for file in prepared.write_plan.files}
+    return {
+        "architecture": structure.architecture,
+        "megatron_core": structure.megatron,
+        "megatron_bridge": structure.bridge,
+        "reference": prepared.reference.location,
+        "names_from": "reference" if prepared.reference.tensors is not None else "megatron-bridge",
+        "tensors": {m.name: {"dtype": m.dtype.name, "shape": list(m.shape)} for m in plan.tensors},
+        "bytes_by_file": by_file,
+        "disk_bytes": sum(by_file.values()) + sum(len(data) for data in prepared.small.values()),
+        "memory_bytes": chosen.memory_bytes,
+        "other_files": sorted(prepared.small),
+        "copies": dict(plan.copies),
+        "rounded": list(plan.rounded),
+        "unused": dict(plan.unused),
+        "left_behind": dict(plan.left_behind),
+        "notes": list(prepared.notes),
+    }
+
+
+def export_plan_lines(prepared: PreparedExport, chosen: ExportOptions, *, detailed: bool) -> Iterator[str]:
+    """The plan for people; all tensors and files if it is detailed."""
+    structure, plan, like = prepared.structure, prepared.plan, prepared.reference
+    sizes = [file.size_bytes for file in prepared.write_plan.files]
+    named = (
+        "names and dtypes too"
+        if like.tensors is not None
+        else "names as Megatron-Bridge exports them, dtypes as stored"
+    )
+    files = "file" if len(sizes) == 1 else "files"
+    yield title(f"Megatron Core -> {structure.architecture}")
+    yield from facts(
+        [
+            ("tensors", f"{len(plan.tensors)} out of {len(plan.held)} stored chunks, {units.size(plan.total_bytes)}"),
+            ("files", f"{len(sizes)} safetensors {files}, {len(prepared.small)} others"),
+            ("config", f"{like.location} ({named})"),
+            ("memory", f"at most {units.size(chosen.memory_bytes)} of buffers"),
+            ("mapping", f"Megatron-Bridge {structure.bridge}, Megatron Core {structure.megatron}"),
+        ]
+    )
+    if plan.left_behind:
+        counts = ", ".join(f"{count} tensors: {use}" for use, count in plan.left_behind.items())
+        yield f"  not exported {counts}"
+    yield from _listed("repeats", plan.copies, "written again from {}")
+    yield from _listed("rounded", dict.fromkeys(plan.rounded, "--dtype"), "as asked ({})")
+    yield from _listed("left out", plan.unused, "{}")
+    for note in prepared.notes:
+        yield f"  {click.style('note', fg='yellow')} {note}"
+    if detailed:
+        for made in plan.tensors:
+            yield f"    {made.name} {made.dtype} {list(made.shape)}"
+        for file in prepared.write_plan.files:
+            yield f"    {file.path} {units.size(file.size_bytes)}"
+
+
+def _listed(label: str, items: Mapping[str, str], form: str) -> Iterator[str]:
+    for name, value in list(items.items())[:_SHOWN]:
+        yield f"  {label} {name}: {form.format(value)}"
+    if len(items) > _SHOWN:
+        yield f"  {label} {len(items) - _SHOWN} more like these; --json lists all"
+
+
+def export_result_lines(result: Exported) -> Iterator[str]:
+    """What was done, for people."""
+    yield from facts([("written", f"{result.path}, {units.size(result.written_bytes)}"), ("seal", result.seal)])
+    if result.proved is None:
+        yield f"{click.style('written', bold=True)}: not proved, as asked (--no-verify)"
+    else:
+        yield (
+            f"{click.style('proved', fg='green', bold=True)}: {result.proved} tensors; every stored chunk of the model, put "
+            "together again from the written files, has the fingerprint it had"
+        )
