@@ -23,12 +23,13 @@ _FLOAT32 = BY_NAME["float32"]
 _SHOWN = 6
 # Megatron-LM's torch_dcp and NeMo put these before Megatron's own names.
 _PREFIXES = ("model.", "module.")
-# Norms that Transformer Engine fuses into the linear after them: the names of the local spec, and those
+# Norms that Transformer Engine fuses into the linear after them where there is one: the names of the local spec, and those.
+# The local spec stores them under the fused names whether or not there is one, MoE layers too
 # (megatron/core/models/gpt/gpt_layer_specs.py ``sharded_state_dict_keys_map``, 0.19.2).
-_LOCAL_NAMES = {
-    ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
-    ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
-}
+_NORMS = (
+    (".input_layernorm.", ".self_attention.linear_qkv.layer_norm_"),
+    (".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +176,11 @@ def _aliases(name: str) -> Iterator[str]:
     while (prefix := next((p for p in _PREFIXES if name.startswith(p)), None)) is not None:
         name = name.removeprefix(prefix)
         yield name
-    for local, fused in _LOCAL_NAMES.items():
+    for local, fused in _NORMS:
         if local in name:
             yield name.replace(local, fused)
+        elif fused in name:
+            yield name.replace(fused, local)
 
 
 def _chunks(structure: Structure, index: Index, drop: Sequence[str]) -> tuple[list[Held], dict[str, int]]:
