@@ -113,10 +113,11 @@ def test_every_handler_is_tried() -> None:
             op(tracing.source("x", shape, torch.float32))
     finally:
         tracing._HANDLERS = handlers
-    # What no call above comes to: other names of the same in other torch releases.
-    assert handlers.keys() - tried <= {
+    # What no call above comes to: names that other releases of torch, or other callers, have for the same.
+    others = {
         "reshape",
         "_reshape_alias",
+        "_unsafe_view",
         "contiguous",
         "lift_fresh",
         "_to_cpu",
@@ -124,6 +125,7 @@ def test_every_handler_is_tried() -> None:
         "narrow",
         "alias",
     }
+    assert handlers.keys() - tried <= others
 
 
 def test_a_cast_changes_the_dtype_only() -> None:
