@@ -62,7 +62,7 @@ class ExportPlan:
         constants: Computed sources that chunks must be equal to where the snapshot has nothing for them.
         copies: Written tensors that repeat another one: {copy: original}.
         unused: Tensors of the reference that are not written, and why.
-        left_behind: What of the checkpoint is not exported: number of tensors by use.
+        left_behind: What of the checkpoint is not exported: how many, by use.
         narrowed: Written tensors whose dtype is narrower than the stored one's, though nobody asked for that.
         rounded: Those for which it was asked.
     """
@@ -111,8 +111,8 @@ def plan_export(
     pieces = _pieces(structure, index, chunks, table, {*as_import.copies, *as_import.unused})
     sources: dict[str, Source] = {held.name: held.source for held in chunks}
     tensors: list[Made] = []
-    narrowed: list[str] = []
-    rounded: list[str] = []
+    narrowed: dict[str, None] = {}  # sets that keep their order
+    rounded: dict[str, None] = {}
     for name, (wanted, shape) in table.items():
         if name in as_import.unused:
             continue
@@ -122,7 +122,7 @@ def plan_export(
         asked = next((BY_NAME[d] for pattern, d in reversed(dtypes) if fnmatch.fnmatchcase(name, pattern)), None)
         dtype = asked or (wanted if keep_dtypes else own)
         if not _holds(dtype, own):
-            (narrowed if asked is None else rounded).append(name)
+            (narrowed if asked is None else rounded)[name] = None
         tensors.append(Made(name, dtype, shape, whole(shape), Assembly(shape, parts)))
     written = {made.name: made.dtype for made in tensors}
     held = tuple(replace(item, dtype=_compared(item, written, rounded)) for item in chunks)
@@ -191,11 +191,11 @@ def _chunks(structure: Structure, index: Index, drop: Sequence[str]) -> tuple[li
     """
     names, wrong = Names(structure), []
     held: list[Held] = []
-    left: dict[str, int] = {}
+    left = {"objects (RNG and extra state, arguments)": len(index.objects)} if index.objects else {}
     for name, entry in index.tensors.items():
         use, found = use_of(name), names.find(name)
         if use == "weights" and found is None:
-            use = "left out as asked (--drop)" if any(fnmatch.fnmatchcase(name, p) for p in drop) else use
+            use = "tensors left out as asked (--drop)" if any(fnmatch.fnmatchcase(name, p) for p in drop) else use
             if use == "weights":
                 wrong.append(f"{name} {list(entry.shape)} is stored, the model has no such tensor")
         if use != "weights":
@@ -217,10 +217,10 @@ def _chunks(structure: Structure, index: Index, drop: Sequence[str]) -> tuple[li
 def use_of(name: str) -> str:
     """What a stored tensor is for; only weights are exported."""
     if kind_of_name(name) != "weights":
-        return "optimizer state"
+        return "tensors of optimizer state"
     if "rng_state" in name:
-        return "RNG state"
-    return "extra state" if "_extra_state" in name else "weights"
+        return "tensors of RNG state"
+    return "tensors of extra state" if "_extra_state" in name else "weights"
 
 
 def _other_model(structure: Structure, index: Index, wrong: Sequence[str]) -> UnsupportedError:
@@ -268,7 +268,7 @@ def _only(assembly: Assembly, names: Mapping[str, object]) -> Assembly:
     return Assembly(assembly.shape, tuple(piece for piece in assembly.pieces if piece.source in names))
 
 
-def _compared(held: Held, written: Mapping[str, DType], rounded: Sequence[str]) -> DType:
+def _compared(held: Held, written: Mapping[str, DType], rounded: Mapping[str, None]) -> DType:
     """The stored dtype; where rounding was asked for, the one that it was rounded to."""
     here = [name for name in held.assembly.sources if name in written]
     if not any(name in rounded for name in here):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from ckptguard.convert.export_plan import ExportPlan, Held, seen
 from ckptguard.core.boxes import whole
-from ckptguard.core.dtypes import DType
+from ckptguard.core.dtypes import BY_NAME, DType
 from ckptguard.core.errors import DamagedError, UnsupportedError
 from ckptguard.core.plan import Made, Source, Stored
 from ckptguard.core.problems import Problem
@@ -89,11 +89,9 @@ def refuse_losses(checkpoint: Checkpoint, plan: ExportPlan, *, threads: int | No
     Raises:
         UnsupportedError: Some would lose bits; names all.
     """
-    narrow = {made.name: made for made in plan.tensors if made.name in plan.narrowed}
-    wide = [
-        Made(n, plan.sources[made.assembly.pieces[0].source].dtype, made.shape, made.box, made.assembly)
-        for n, made in narrow.items()
-    ]
+    by_name = {made.name: made for made in plan.tensors}
+    narrow = {name: by_name[name] for name in plan.narrowed}
+    wide = [replace(made, dtype=_widest(made, plan.sources)) for made in narrow.values()]
     if not wide:
         return
     progress.start("checking dtypes", sum(made.size_bytes for made in wide))
@@ -107,6 +105,12 @@ def refuse_losses(checkpoint: Checkpoint, plan: ExportPlan, *, threads: int | No
             next_step="Nothing was written. Round them knowingly with --dtype, such as --dtype "
             f"{narrow[first].dtype}, or keep them with --dtype {stored}.",
         )
+
+
+def _widest(made: Made, sources: Mapping[str, Source]) -> DType:
+    """In which the values of all its pieces fit."""
+    stored = {sources[piece.source].dtype for piece in made.assembly.pieces}
+    return stored.pop() if len(stored) == 1 else BY_NAME["float32"]
 
 
 class _Checking(Filler):

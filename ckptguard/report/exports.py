@@ -60,8 +60,7 @@ def export_plan_lines(prepared: PreparedExport, chosen: ExportOptions, *, detail
         ]
     )
     if plan.left_behind:
-        counts = ", ".join(f"{count} tensors: {use}" for use, count in plan.left_behind.items())
-        yield f"  not exported {counts}"
+        yield f"  not exported: {', '.join(f'{count} {what}' for what, count in plan.left_behind.items())}"
     yield from _listed("repeats", plan.copies, "written again from {}")
     yield from _listed("rounded", dict.fromkeys(plan.rounded, "--dtype"), "as asked ({})")
     yield from _listed("left out", plan.unused, "{}")
