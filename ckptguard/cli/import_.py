@@ -43,6 +43,14 @@ from ckptguard.core.errors import UsageError
     help="Pad the vocabulary to a multiple of N x TP (Megatron-LM's --make-vocab-size-divisible-by); by default Bridge's N.",
 )
 @click.option(
+    "--fp8",
+    type=click.Choice(["dequantise", "keep"]),
+    default="dequantise",
+    show_default=True,
+    help="fp8 weights become bfloat16 by their scales, since Megatron stores nothing else; `keep` keeps the scales beside "
+    "the checkpoint, with which export gives the very fp8 back.",
+)
+@click.option(
     "--target-version",
     type=click.Choice(["any", "0.19"]),
     default="any",
@@ -58,6 +66,7 @@ def import_(
     dtypes: tuple[str, ...],
     drop: tuple[str, ...],
     vocab_multiple: int | None,
+    fp8: str,
     target_version: str,
     memory: int,
     threads: int | None,
@@ -81,8 +90,8 @@ def import_(
 
     chosen = importing.ImportOptions(
         layout=options.layout_of(layout), iteration=_iteration(iteration), dtypes=importing.dtype_rules(dtypes), drop=drop,
-        pad_vocabulary_to=vocab_multiple, old_readers=target_version == "any", verify=not no_verify,
-        memory_bytes=memory, threads=threads,
+        pad_vocabulary_to=vocab_multiple, keep_scales=fp8 == "keep",
+        old_readers=target_version == "any", verify=not no_verify, memory_bytes=memory, threads=threads,
     )  # fmt: skip
     refuse_present(target)
     with open_checkpoint(source) as checkpoint, progress_bar(wanted=not as_json) as progress:

@@ -12,7 +12,10 @@ from blake3 import blake3
 
 from ckptguard.convert.import_plan import ImportPlan, plan_import
 from ckptguard.convert.proof import prove
+from ckptguard.convert.shards import safetensors_file
+from ckptguard.core.boxes import whole
 from ckptguard.core.errors import DamagedError, UnsupportedError, UsageError
+from ckptguard.core.pieces import of_source
 from ckptguard.core.plan import Made
 from ckptguard.core.problems import Problem
 from ckptguard.core.writing import Closing, Elements, Part, TargetFile, WritePlan
@@ -35,6 +38,7 @@ from ckptguard.layout.layouts import Layout
 from ckptguard.megatron.hf_structure import Structure, ask_structure
 
 COMMON_STATE = "common_state/shard_0_1"
+SCALES_FILE = "quantised/scales.safetensors"
 _NOT_CARRIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", "index.json", FILE_NAME)
 _FLOATS = ("bfloat16", "float16", "float32")
 
@@ -49,6 +53,7 @@ class ImportOptions:
         dtypes: (pattern of Megatron's names, dtype) pairs.
         drop: Patterns of the snapshot's names that may be left out.
         pad_vocabulary_to: The vocabulary's multiple per TP rank, instead of Bridge's.
+        keep_scales: Keep the scales of fp8 weights beside the checkpoint, so that export can give the fp8 back.
         old_readers: Also write common.pt, which readers before Megatron Core 0.19 need.
         verify: Prove the result before it appears.
         memory_bytes: Most bytes of buffers.
@@ -60,6 +65,7 @@ class ImportOptions:
     dtypes: tuple[tuple[str, str], ...] = ()
     drop: tuple[str, ...] = ()
     pad_vocabulary_to: int | None = None
+    keep_scales: bool = False
     old_readers: bool = True
     verify: bool = True
     memory_bytes: int = 2 << 30
@@ -76,6 +82,7 @@ class Prepared:
         write_plan: The files, byte by byte.
         small: Files of the iteration directory that are written last, by name.
         root_files: Files of the root, by name.
+        scales: Scales of quantised weights that are kept; after the plan's chunks in the order of elements.
         folder: Name of the iteration directory.
     """
 
@@ -84,6 +91,7 @@ class Prepared:
     write_plan: WritePlan
     small: Mapping[str, bytes]
     root_files: Mapping[str, bytes]
+    scales: tuple[Made, ...]
     folder: str
 
     @property
@@ -141,9 +149,12 @@ def prepare(checkpoint: Checkpoint, model_id: str, options: ImportOptions, *, pr
     if not options.old_readers:
         small.pop("common.pt", None)
     root = {n.partition("/")[2]: data for n, data in structure.files.items() if n.startswith("root/")}
-    files = tuple(TargetFile(f"{folder}/{file.name}", parts) for file, parts in placed)
+    files = [TargetFile(f"{folder}/{file.name}", parts) for file, parts in placed]
+    scales = _scales(plan, structure) if options.keep_scales else ()
+    if scales:
+        files.append(safetensors_file(f"{folder}/{SCALES_FILE}", scales, first_key=len(plan.chunks)))
     identity = _identity(checkpoint, plan, small, root, options)
-    return Prepared(structure, plan, WritePlan(files, identity), small, root, folder)
+    return Prepared(structure, plan, WritePlan(tuple(files), identity), small, root, scales, folder)
 
 
 def run_import(
@@ -171,7 +182,7 @@ def run_import(
         EnvironmentFailedError: No room, or an error of the file system.
     """
     plan, folder = prepared.plan, prepared.folder
-    filler = Filler(plan.chunks, plan.sources, checkpoint)
+    filler = Filler((*plan.chunks, *prepared.scales), plan.sources, checkpoint)
     with Staging.open(dst, prepared.write_plan.identity, what=what) as staging:
         summing = Summing(filler) if options.verify else None
         digests: dict[str, FileDigest] = write(
@@ -260,6 +271,16 @@ def _parts(chunk: Made, key: int) -> list[Part]:
     return [Bytes(zipped.head), Elements(key, zipped.data_bytes, step), Closing(zipped.tail_bytes, zipped.tail)]
 
 
+def _scales(plan: ImportPlan, structure: Structure) -> tuple[Made, ...]:
+    """The scales that fp8 weights were multiplied with, as tensors of their own."""
+    names = {name for item in structure.derived.values() if item.kind.startswith("fp8") for name in item.of[1:]}
+    out = []
+    for name in sorted(names):
+        source = plan.sources[name]
+        out.append(Made(name, source.dtype, source.shape, whole(source.shape), of_source(name, source.shape)))
+    return tuple(out)
+
+
 def _carried(checkpoint: Checkpoint) -> dict[str, bytes]:
     """Config, tokenizer and generation files, as they are, in the folder where Megatron-Bridge keeps them."""
     names = [
@@ -287,6 +308,7 @@ def _identity(
         "files": {n: blake3(data).hexdigest() for n, data in sorted({**small, **root}.items())},
         "chunks": blake3(repr([(f.rank, f.objects, f.chunks) for f in plan.files]).encode()).hexdigest(),
         "verify": options.verify,
+        "scales": options.keep_scales,
     }
     return blake3(json.dumps(body, sort_keys=True).encode()).hexdigest()
 

@@ -65,14 +65,20 @@ def _ordered(tensors: Sequence[Made]) -> tuple[str, ...]:
 def target_files(shards: Shards, tensors: Sequence[Made]) -> tuple[TargetFile, ...]:
     """The files of a write plan; elements are known by their tensor's number in ``tensors``."""
     number = {made.name: key for key, made in enumerate(tensors)}
-    out = []
-    for file, names in shards.names.items():
-        inside = [tensors[number[name]] for name in names]
-        elements = [
-            Elements(number[made.name], made.size_bytes, step_bytes(made) if made.size_bytes else 1) for made in inside
-        ]
-        out.append(TargetFile(file, (Literal(header_bytes(inside)), *elements)))
-    return tuple(out)
+    return tuple(
+        _file(file, [(number[name], tensors[number[name]]) for name in names]) for file, names in shards.names.items()
+    )
+
+
+def safetensors_file(path: str, tensors: Sequence[Made], *, first_key: int) -> TargetFile:
+    """One file of tensors that are numbered one after the other."""
+    numbered = {made.name: (key, made) for key, made in enumerate(tensors, first_key)}
+    return _file(path, [numbered[name] for name in _ordered(tensors)])
+
+
+def _file(path: str, tensors: Sequence[tuple[int, Made]]) -> TargetFile:
+    elements = [Elements(key, made.size_bytes, step_bytes(made) if made.size_bytes else 1) for key, made in tensors]
+    return TargetFile(path, (Literal(header_bytes([made for _, made in tensors])), *elements))
 
 
 def header_bytes(tensors: Sequence[Made]) -> bytes:

@@ -29,7 +29,12 @@ _ROLES = {
     "train_state.pt": "Bridge train state",
     facts.RUN_CONFIG: "Bridge run configuration",
 }
-_ROLE_FOLDERS = {"tokenizer": "tokenizer", "modelopt_state": "ModelOpt state", "energon": "Energon loader state"}
+_ROLE_FOLDERS = {
+    "tokenizer": "tokenizer",
+    "quantised": "scales of quantised weights",
+    "modelopt_state": "ModelOpt state",
+    "energon": "Energon loader state",
+}
 
 
 class TorchDist:
