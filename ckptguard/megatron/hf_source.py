@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
+from ckptguard.core.errors import UnsupportedError
 from ckptguard.megatron import tracing
 from ckptguard.megatron.tracing import Traced
 
+_FP8_BLOCK = 128
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # Names that stand beside a weight's and say how to read it; "~" stands for the weight's name without ".weight".
 _BESIDE = ("_scale_inv", "_blocks", "_scales", "~.scale")
@@ -57,6 +59,12 @@ class Source(Mapping[str, torch.Tensor]):
         if scale is not None and len(shape) == 2:
             packed = dtype in (torch.int8, torch.uint8)
             kind = "fp4_rows" if packed else "fp8_blocks" if scale.endswith("_scale_inv") else "fp8_scaled"
+            blocks = [-(-n // _FP8_BLOCK) for n in shape]
+            if kind == "fp8_blocks" and list(self._tensors[scale][1]) != blocks:
+                raise UnsupportedError(
+                    f"{scale}: has shape {list(self._tensors[scale][1])}; one scale per block of 128 x 128, {blocks}, is what "
+                    f"can be read beside {name}"
+                )
             return self._derive(kind, [name, scale], [shape[0], shape[1] * 2] if packed else shape)
         return tracing.source(name, shape, dtype)
 
