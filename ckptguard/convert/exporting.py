@@ -131,9 +131,7 @@ def prepare_export(
         structure, checkpoint.index, table, keep_dtypes=like.tensors is not None, dtypes=options.dtypes, drop=options.drop
     )  # fmt: skip
     dropped = {held.key for held in plan.held if any(fnmatch.fnmatchcase(held.key, p) for p in options.drop)}
-    notes = refuse_other_constants(
-        checkpoint, plan, drop=dropped, threads=options.threads, progress=progress
-    )  # fmt: skip
+    notes = refuse_other_constants(checkpoint, plan, drop=dropped, threads=options.threads, progress=progress)
     refuse_losses(checkpoint, plan, threads=options.threads, progress=progress)
     cut = shards.split(plan.tensors, options.max_shard_bytes)
     small, more = _small_files(like, plan)

@@ -238,7 +238,6 @@ def test_a_value_that_does_not_fit_is_never_rounded_unasked(
 def test_a_norm_without_a_place_must_be_ones(imported: Callable[[str], Any], tmp_path: Path) -> None:
     made = imported("deepseek_v2_lite")
     root = Path(shutil.copytree(made.root, tmp_path / "root"))
-    key = "decoder.layers.0.self_attention.linear_q_proj.layer_norm_weight"
     with open_checkpoint(root) as checkpoint:
         key = next(k for k in checkpoint.index.tensors if k.endswith("linear_q_proj.layer_norm_weight"))
     export(root, tmp_path / "ones", made.snapshot)
