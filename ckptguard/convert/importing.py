@@ -193,16 +193,25 @@ def run_import(
         prints: Mapping[str, Fingerprint] = {}
         if summing is not None:
             table = parse_table(prepared.small[".metadata"], str(dst / folder / ".metadata"))
-            proof = prove(checkpoint, plan, staging.path / folder, table.tensors, options.threads, progress)
+            known = summing.fingerprints() if summing.complete else None
+            proof = prove(checkpoint, plan, staging.path / folder, table.tensors, known, options.threads, progress)
             proved, prints = proof.tensors, proof.written
         digests |= {f"{folder}/{name}": digest_of(data) for name, data in prepared.small.items()}
         manifest = manifest_of(digests, prints, below=folder)
-        last = {f"{folder}/{n}": data for n, data in prepared.small.items() if n != "metadata.json"}
-        last[f"{folder}/{FILE_NAME}"] = manifest.to_bytes()
-        last[f"{folder}/metadata.json"] = prepared.small["metadata.json"]
-        staging.commit({**last, **prepared.root_files})
+        staging.commit({**_last(prepared, manifest.to_bytes()), **prepared.root_files})
     written = sum(d.size_bytes for d in digests.values())
     return Imported(dst, manifest.seal, proved, written)
+
+
+def _last(prepared: Prepared, manifest: bytes) -> dict[str, bytes]:
+    """The small files of the iteration directory in an order in which nothing looks whole before it is.
+
+    The index comes after the manifest that it must fit, Megatron's marker after the index.
+    """
+    markers = (".metadata", "metadata.json")
+    first = {name: data for name, data in prepared.small.items() if name not in markers}
+    files = {**first, FILE_NAME: manifest, **{name: prepared.small[name] for name in markers}}
+    return {f"{prepared.folder}/{name}": data for name, data in files.items()}
 
 
 def model_dtype(checkpoint: Checkpoint) -> str:
@@ -223,7 +232,7 @@ def _refuse_damage(checkpoint: Checkpoint) -> None:
     problems = [problem for problem in checks.check(checkpoint.index) if problem.is_damage]
     if problems:
         raise DamagedError(
-            f"{checkpoint.index.location}: {len(problems)} problems; a damaged snapshot is not imported",
+            f"{checkpoint.index.location}: damaged, so it is not imported: {_said(problems)}",
             problems=problems,
             next_step="Run `ckptguard verify` for the list; download again what it names.",
         )
@@ -233,6 +242,12 @@ def _refuse_damage(checkpoint: Checkpoint) -> None:
             problems=[Problem("missing-file", "no config.json", file="config.json")],
             next_step="Get it from where the tensors came from.",
         )
+
+
+def _said(problems: Sequence[Problem]) -> str:
+    """The first few problems, each with its file."""
+    shown = [p.message if not p.file or p.file in p.message else f"{p.file}: {p.message}" for p in problems[:3]]
+    return "; ".join([*shown, f"and {len(problems) - 3} more"] if len(problems) > 3 else shown)
 
 
 def _refuse_other_copies(checkpoint: Checkpoint, plan: ImportPlan, progress: Progress) -> None:
