@@ -44,6 +44,7 @@ from ckptguard.cli import options
 @options.step_option
 @options.writing_options
 @options.json_option
+@options.asking_early
 def export(
     source: str,
     target: Path,

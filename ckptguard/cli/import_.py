@@ -59,6 +59,7 @@ from ckptguard.core.errors import UsageError
 )
 @options.writing_options
 @options.json_option
+@options.asking_early
 def import_(
     source: str,
     target: Path,

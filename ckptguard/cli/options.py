@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -89,6 +90,19 @@ def writing_options[C: Callable[..., Any]](command: C) -> C:
     ):
         command = option(command)
     return command
+
+
+def asking_early[**P, R](command: Callable[P, R]) -> Callable[P, R]:
+    """Starts the process that will be asked about the model at once: its imports take longer than all else before it."""
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        from ckptguard.megatron.ask import started_early
+
+        with started_early():
+            return command(*args, **kwargs)
+
+    return run
 
 
 def path_argument(name: str = "path", metavar: str = "PATH") -> Callable[[Command], Command]:

@@ -17,7 +17,7 @@ from ckptguard.core.problems import Problem
 from ckptguard.engine.filling import Filler
 from ckptguard.engine.fingerprints import fingerprint_checkpoint
 from ckptguard.engine.proving import different, fingerprints_of
-from ckptguard.engine.workers import Progress
+from ckptguard.engine.workers import Following, Progress
 from ckptguard.fingerprint.values import Fingerprint
 from ckptguard.formats.base import Checkpoint
 from ckptguard.formats.chunks import Reader
@@ -42,6 +42,7 @@ def prove(
     plan: ImportPlan,
     folder: Path,
     written: Mapping[str, TensorEntry],
+    known: Mapping[str, Fingerprint] | None,
     threads: int | None,
     progress: Progress,
 ) -> Proof:
@@ -52,6 +53,7 @@ def prove(
         plan: What was written.
         folder: Where it stands.
         written: The tensors as the index says that was written, not as the plan does.
+        known: Their fingerprints, if they were added up while they were written.
         threads: Worker threads.
         progress: Hears of the bytes read.
 
@@ -59,13 +61,14 @@ def prove(
         DamagedError: A tensor of the snapshot is not given back; names all.
     """
     sides = _Sides(plan, written)
+    passes = 2 if known is not None else 3
+    progress.start("proving", passes * sum(made.size_bytes for made in sides.expected))
     with Directory(folder) as files:
         index = Index("dcp", str(folder), written, {}, files.listing, {})
         target = Checkpoint(index, files, Reader(files))
-        progress.start("proving", 2 * sum(made.size_bytes for made in sides.expected))
         found = fingerprints_of(Filler(sides.found, sides.stored, target), threads=threads, progress=progress)
-        prints = fingerprint_checkpoint(target, threads=threads, progress=progress)
-    expected = fingerprints_of(Filler(sides.expected, plan.sources, checkpoint), threads=threads, progress=progress)
+        prints = known or fingerprint_checkpoint(target, threads=threads, progress=Following(progress))
+    expected = sides.expected_prints(checkpoint, threads, progress)
     wrong = different(expected, found)
     if wrong:
         problems = [Problem("changed", f"{name}: not given back by what was written", tensor=name) for name in wrong]
@@ -95,6 +98,24 @@ class _Sides:
         self.found = [
             Made(name, dtypes[name], shape, whole(shape), Assembly(shape, back[name])) for name, shape in shapes.items()
         ]
+        self._sources = plan.sources
         self.expected = [
             Made(name, dtypes[name], shape, whole(shape), of_source(name, shape)) for name, shape in shapes.items()
         ]
+
+    def expected_prints(
+        self, checkpoint: Checkpoint, threads: int | None, progress: Progress
+    ) -> dict[str, Fingerprint]:
+        """Fingerprints of the snapshot's side: straight from the files where nothing is cast or computed."""
+        plain = {
+            made.name
+            for made in self.expected
+            if isinstance(source := self._sources[made.name], Stored) and source.dtype == made.dtype
+        }
+        rest = [made for made in self.expected if made.name not in plain]
+        out = fingerprint_checkpoint(
+            checkpoint, keep=lambda entry: entry.name in plain, threads=threads, progress=Following(progress)
+        )
+        if rest:
+            out |= fingerprints_of(Filler(rest, self._sources, checkpoint), threads=threads, progress=progress)
+        return out

@@ -24,6 +24,7 @@ class Summing:
         self._lock = threading.Lock()
         self._sums: dict[str, tuple[int, int]] = {chunk.name: (0, 0) for chunk in filler.chunks}
         self._weights: dict[int, BoxSum] = {}
+        self._left_bytes = sum(chunk.size_bytes for chunk in filler.chunks)
 
     def __call__(self, key: int, begin_bytes: int, out: memoryview, /) -> None:
         """As ``Filler``; pieces begin and end at multiples of ``step_bytes``."""
@@ -33,8 +34,14 @@ class Summing:
         part = weights.of(out, begin_bytes // chunk.dtype.itemsize)
         with self._lock:
             self._sums[chunk.name] = add(self._sums[chunk.name], part)
+            self._left_bytes -= len(out)
             if begin_bytes + len(out) == chunk.size_bytes:
                 self._weights.pop(key, None)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every chunk has been filled here; a run that goes on after another has not."""
+        return not self._left_bytes
 
     def fingerprints(self) -> dict[str, Fingerprint]:
         """By tensor name, once every chunk has been filled."""

@@ -37,6 +37,20 @@ class Silent:
 SILENT = Silent()
 
 
+class Following:
+    """A part of a longer phase: its bytes count, its beginning does not."""
+
+    def __init__(self, whole: Progress) -> None:
+        self._whole = whole
+
+    def start(self, label: str, total_bytes: int) -> None:
+        """Does nothing: the phase has begun."""
+
+    def advance(self, count_bytes: int) -> None:
+        """So many more bytes of the phase are done."""
+        self._whole.advance(count_bytes)
+
+
 def default_threads() -> int:
     """As many threads as cores this process may use, up to 16."""
     return min(len(os.sched_getaffinity(0)), _MOST_THREADS)

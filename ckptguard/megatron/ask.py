@@ -10,7 +10,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,23 +56,48 @@ def put(question: Mapping[str, object], *, timeout_seconds: float = TIMEOUT_SECO
         UnsupportedError: Megatron or Bridge cannot do what is asked; says why.
         EnvironmentFailedError: The process ended without an answer, or ran too long.
     """
-    command = [sys.executable, "-m", "ckptguard.megatron.ask"]
+    process = _STARTED.pop() if _STARTED and question["kind"] == "hf" else _start(str(question["kind"]))
     try:
-        done = subprocess.run(  # noqa: S603 - our own interpreter and module
-            command, input=json.dumps(question, default=str), capture_output=True, text=True, check=False,
-            env=_environment(), timeout=timeout_seconds,
-        )  # fmt: skip
+        answered, said = process.communicate(json.dumps(question, default=str), timeout=timeout_seconds)
     except subprocess.TimeoutExpired as error:
         raise EnvironmentFailedError(
             f"Megatron Core did not describe the model within {timeout_seconds:g} s"
         ) from error
-    if done.returncode != 0:
-        tail = "\n".join(done.stderr.splitlines()[-_SHOWN_LINES:])
-        raise EnvironmentFailedError(f"the process that asks Megatron Core ended with code {done.returncode}:\n{tail}")
-    answer: dict[str, Any] = json.loads(done.stdout)
+    finally:
+        process.kill()
+        process.wait()
+    if process.returncode != 0 and not answered:
+        tail = "\n".join(said.splitlines()[-_SHOWN_LINES:])
+        raise EnvironmentFailedError(
+            f"the process that asks Megatron Core ended with code {process.returncode}:\n{tail}"
+        )
+    answer: dict[str, Any] = json.loads(answered)
     if "unsupported" in answer:
         raise UnsupportedError(answer["unsupported"], next_step=answer["next_step"])
     return answer
+
+
+_STARTED: list[subprocess.Popen[str]] = []
+
+
+@contextmanager
+def started_early() -> Iterator[None]:
+    """Starts the process for a question about a snapshot now, so that it imports while the caller does other things."""
+    process = _start("hf")
+    _STARTED.append(process)
+    try:
+        yield
+    finally:
+        _STARTED.clear()
+        process.kill()
+        process.communicate()
+
+
+def _start(kind: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(  # noqa: S603 - our own interpreter and module
+        [sys.executable, "-m", "ckptguard.megatron.ask", kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, env=_environment(),
+    )  # fmt: skip
 
 
 def _environment() -> dict[str, str]:
@@ -89,24 +115,39 @@ def main() -> None:
     """Reads a question from stdin and writes the answer to stdout; all else that is printed goes to stderr."""
     answer_to = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    if sys.argv[1] == "hf":
+        with suppress(ImportError):  # said when the question is answered
+            import_for_snapshots()
     question = json.load(sys.stdin)
     with answer_to:
         json.dump(_answer(question), answer_to)
+    sys.stderr.flush()
+    os._exit(0)  # taking all modules down would take a while
+
+
+def import_for_snapshots() -> None:
+    """Imports what questions about snapshots need, once; nothing of it depends on the question."""
+    from ckptguard.megatron import te_skeleton
+
+    te_skeleton.install()
+    _without_compilers()
+    from ckptguard.megatron import bridges, hf_worker  # noqa: F401
+
+    bridges.enter()
 
 
 def _answer(question: dict[str, Any]) -> dict[str, Any]:
-    if question["kind"] == "hf" or _wants_te(question):
+    if question["kind"] != "hf" and _wants_te(question):
         from ckptguard.megatron import te_skeleton
 
         te_skeleton.install()
-    if question["kind"] == "hf":
-        _without_compilers()
     try:
         from ckptguard.megatron import hf_worker, worker
     except ImportError as error:
         return _refusal(f"Megatron Core cannot be imported here: {error}", "Install megatron-core 0.19 or newer.")
     try:
         if question["kind"] == "hf":
+            import_for_snapshots()
             return hf_worker.describe(question)
         return worker.describe(question["args"], question["content_metadata"], question["transformer_impl"])
     except UnsupportedError as error:

@@ -23,7 +23,7 @@ from ckptguard.core.errors import UnsupportedError
 from ckptguard.core.pieces import Assembly
 from ckptguard.layout.layouts import Layout
 from ckptguard.megatron import bridges, hf_layouts, hf_names, tracing, worker, worlds
-from ckptguard.megatron.hf_source import Source
+from ckptguard.megatron.hf_source import NotInSnapshotError, Source
 from ckptguard.megatron.model_args import NEUTRAL
 from ckptguard.megatron.stored_state import stored_files
 
@@ -166,7 +166,7 @@ def _models(provider: Any, layout: Layout) -> Iterator[tuple[int, list[Any]]]:
         provider._pg_collection = groups
         stages: list[int | None] = [*range(layout.vpp)] if layout.vpp > 1 else [None]
         chunks = []
-        with torch.device("meta"):
+        with torch.device("meta"), worlds.without_dynamo():
             for stage in stages:
                 first = is_pp_first_stage(groups.pp) and is_vp_first_stage(
                     stage, layout.vpp if stage is not None else None
@@ -229,9 +229,15 @@ class _Tracer:
         module = self._modules[name.rpartition(".")[0]]
         if not hasattr(module, "config"):
             module.config = self.model.config
-        with torch.no_grad():
-            weights = self.bridge.maybe_modify_loaded_hf_weight(mapping.hf_param, self.source)
-            out = mapping.hf_to_megatron(weights, module)
+        try:
+            with torch.no_grad():
+                weights = self.bridge.maybe_modify_loaded_hf_weight(mapping.hf_param, self.source)
+                out = mapping.hf_to_megatron(weights, module)
+        except NotInSnapshotError as error:
+            raise UnsupportedError(
+                f"{name}: made of {error.args[0]}, which the snapshot does not have",
+                next_step="Check that config.json belongs to these tensors.",
+            ) from error
         if not isinstance(out, tracing.Traced):
             raise UnsupportedError(
                 f"Bridge's {type(mapping).__name__} of {name} gives no tensor that could be followed"

@@ -215,6 +215,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def install() -> None:
     """Serve the skeleton from here on. Before megatron is imported; this process only, for good."""
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
     installed = importlib.util.find_spec("transformer_engine") is not None
     sys.meta_path.append(_Finder())
     if installed:

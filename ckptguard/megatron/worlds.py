@@ -5,10 +5,12 @@ Runs in the asking process only: it changes process-wide state.
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from math import lcm
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -30,6 +32,26 @@ def forget_devices() -> None:
     cuda: Any = torch.cuda
     cuda.current_device = lambda: torch.device("meta")
     cuda.Stream = cuda.Event = lambda *_args, **_kwargs: None
+
+
+@contextmanager
+def without_dynamo() -> Iterator[None]:
+    """Keep torch's compiler, which takes a second to import, out of the meta device's operators.
+
+    Those that are written in Python ask it to leave them alone when they are first called (torch/_compile.py
+    ``_disable_dynamo``, 2.14.1); nothing here is compiled.
+    """
+    if "torch._dynamo" in sys.modules:
+        yield
+        return
+    stub: Any = ModuleType("torch._dynamo")
+    stub.disable = lambda function, *_args, **_kwargs: function
+    sys.modules["torch._dynamo"] = stub
+    try:
+        yield
+    finally:
+        del sys.modules["torch._dynamo"]
+        vars(torch).pop("_dynamo", None)
 
 
 def world_size(args: Namespace) -> int:
