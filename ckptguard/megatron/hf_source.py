@@ -20,6 +20,10 @@ _BESIDE = ("_scale_inv", "_blocks", "_scales", "~.scale")
 Role = list[Any]
 
 
+class NotInSnapshotError(KeyError):
+    """A tensor that Bridge asks for by a name that the snapshot does not have."""
+
+
 class Source(Mapping[str, torch.Tensor]):
     """The state dict that Bridge reads: ``Traced`` tensors, quantised ones as what they stand for.
 
@@ -54,6 +58,8 @@ class Source(Mapping[str, torch.Tensor]):
         return name in self._tensors
 
     def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._tensors:
+            raise NotInSnapshotError(name)
         dtype, shape = self._tensors[name]
         scale = self._scale_of(name)
         if scale is not None and len(shape) == 2:
