@@ -205,7 +205,25 @@ def read_config(folder: Path, config: Mapping[str, Any]) -> Any:
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (KeyError, ValueError, ImportError, OSError):  # a model type that transformers does not know
-        plain = PretrainedConfig()
-        for name, value in config.items():
-            setattr(plain, name, value)
-        return plain
+        return _plain_config(PretrainedConfig, config)
+
+
+def _plain_config(cls: Any, config: Mapping[str, Any]) -> Any:
+    """A configuration object with the fields of a config.json; parts that describe a model of their own are such too."""
+    plain = cls()
+    for name, value in config.items():
+        if isinstance(value, dict) and name.endswith("_config") and name != "quantization_config":
+            value = _plain_config(cls, value)
+        elif isinstance(value, list):
+            value = [_Section(item) if isinstance(item, dict) else item for item in value]
+        setattr(plain, name, value)
+    return plain
+
+
+class _Section(dict[str, Any]):
+    """An object in a list of a config.json, such as ``block_configs``: released code gives its fields as attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(name)
+        return _Section(self[name]) if isinstance(self[name], dict) else self[name]

@@ -101,6 +101,15 @@ def _to_copy(x: Traced, *, dtype: torch.dtype | None = None, **_: Any) -> Traced
     return Traced(x.assembly, dtype or x.dtype)
 
 
+@_handles("sub", "sub_", "add", "add_")
+def _shift(x: Traced, *_: Any, **__: Any) -> Traced:
+    """Bridge takes 1 off the gated norms of Qwen3-Next, and adds it again on the way back; each rounds in the tensor's dtype."""
+    names = ", ".join(x.assembly.sources)
+    raise UnsupportedError(
+        f"{names}: Bridge adds to it or subtracts from it; that rounds, so not every tensor could be given back bit for bit"
+    )
+
+
 @_handles("permute")
 def _permute(x: Traced, dims: Sequence[int]) -> Traced:
     return _like(x, pieces.permute(x.assembly, [d % x.dim() for d in dims]))
