@@ -103,7 +103,7 @@ def _to_copy(x: Traced, *, dtype: torch.dtype | None = None, **_: Any) -> Traced
 
 @_handles("sub", "sub_", "add", "add_")
 def _shift(x: Traced, *_: Any, **__: Any) -> Traced:
-    """Bridge takes 1 off the gated norms of Qwen3-Next, and adds it again on the way back; each rounds in the tensor's dtype."""
+    """Bridge takes 1 off the gated norms of Qwen3-Next and adds it again on the way back; each rounds."""
     names = ", ".join(x.assembly.sources)
     raise UnsupportedError(
         f"{names}: Bridge adds to it or subtracts from it; that rounds, so not every tensor could be given back bit for bit"
