@@ -68,15 +68,9 @@ class Asking:
 
 def main() -> None:
     """Answers questions about snapshots, one a line, until stdin ends."""
-    from ckptguard.megatron import te_skeleton
-
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    te_skeleton.install()
-    ask._without_compilers()
-    from ckptguard.megatron import bridges, hf_worker  # noqa: F401  # imported for the forks
-
-    bridges.enter()
+    ask.import_for_snapshots()
     for line in sys.stdin:
         child = os.fork()
         if not child:

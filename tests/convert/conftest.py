@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ def asking() -> Iterator[Asking]:
 def quick(asking: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let everything in this process ask the warm process instead of starting one for each question."""
     monkeypatch.setattr(ask, "put", asking.put)
+    monkeypatch.setattr(ask, "started_early", nullcontext)
 
 
 @pytest.fixture(scope="session")
