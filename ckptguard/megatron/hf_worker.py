@@ -140,6 +140,7 @@ def _world_of_one(bridge: Any, provider: Any, padded: int, source: Source) -> tu
 def _ranks(provider: Any, layout: Layout, padded: int) -> Iterator[dict[str, Any]]:
     """What each rank of the target layout owns: boxes of global tensors, and objects."""
     hf_layouts.apply(provider, layout)
+    provider.sequence_parallel = layout.tp > 1  # cuts no tensor, and the absorbed MLA of GLM 5 is not built without it
     provider.vocab_size, provider.should_pad_vocab = padded, False
     for rank, chunks in _models(provider, layout):
         parts, objects = [], []
