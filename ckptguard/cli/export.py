@@ -41,6 +41,13 @@ from ckptguard.cli import options
     help="Tensors, by their name on either side, that may be left out though the other side has no place or source for "
     "them; without it they are an error.",
 )
+@click.option(
+    "--fp8",
+    type=click.Choice(["bfloat16", "restore"]),
+    default="bfloat16",
+    show_default=True,
+    help="`restore` gives fp8 weights back bit for bit by the scales that `import --fp8 keep` kept.",
+)
 @options.step_option
 @options.writing_options
 @options.json_option
@@ -52,6 +59,7 @@ def export(
     max_shard_size: int,
     dtypes: tuple[str, ...],
     drop: tuple[str, ...],
+    fp8: str,
     step: str | None,
     memory: int,
     threads: int | None,
@@ -75,8 +83,8 @@ def export(
     from ckptguard.report.progress import progress_bar
 
     chosen = exporting.ExportOptions(
-        max_shard_bytes=max_shard_size, dtypes=dtype_rules(dtypes), drop=drop, verify=not no_verify, memory_bytes=memory,
-        threads=threads,
+        max_shard_bytes=max_shard_size, dtypes=dtype_rules(dtypes), drop=drop, restore_fp8=fp8 == "restore",
+        verify=not no_verify, memory_bytes=memory, threads=threads,
     )  # fmt: skip
     refuse_present(target)
     with open_checkpoint(source, step=step) as checkpoint, progress_bar(wanted=not as_json) as progress:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from ckptguard.convert.export_plan import ExportPlan, Held, seen
+from ckptguard.convert.quantised import dequantised
 from ckptguard.core.boxes import whole
 from ckptguard.core.dtypes import BY_NAME, DType
 from ckptguard.core.errors import DamagedError, UnsupportedError
@@ -20,7 +21,7 @@ from ckptguard.engine.filling import Array, Filler
 from ckptguard.engine.fingerprints import fingerprint_checkpoint
 from ckptguard.engine.padding import is_vocab
 from ckptguard.engine.proving import different, fingerprints_of
-from ckptguard.engine.workers import SILENT, Progress
+from ckptguard.engine.workers import SILENT, Following, Progress
 from ckptguard.fingerprint.values import Fingerprint
 from ckptguard.formats.base import Checkpoint
 from ckptguard.formats.chunks import Reader
@@ -159,9 +160,9 @@ def prove(
         chosen = [held for held in plan.held if any(name in names for name in held.assembly.sources)]
         found = [_made(held, held.dtype, names, own=False) for held in chosen]
         progress.start("proving", 2 * sum(made.size_bytes for made in found) + plan.total_bytes)
-        sources = {name: Stored(entry, *entry.chunks) for name, entry in tensors.items()}
+        sources = dequantised(plan.tensors, {name: Stored(entry, *entry.chunks) for name, entry in tensors.items()})
         back = fingerprints_of(Filler(found, sources, written), threads=threads, progress=progress)
-        prints = fingerprint_checkpoint(written, threads=threads, progress=_Going(progress))
+        prints = fingerprint_checkpoint(written, threads=threads, progress=Following(progress))
     expected = [_made(held, held.dtype, names, own=True) for held in chosen]
     held = fingerprints_of(Filler(expected, plan.sources, checkpoint), threads=threads, progress=progress)
     wrong = different(held, back)
@@ -169,16 +170,6 @@ def prove(
     if wrong:
         raise _not_equal(folder, wrong)
     return Proof(len(prints), prints)
-
-
-class _Going:
-    """A progress in the middle of a phase: what is called does not begin one of its own."""
-
-    def __init__(self, progress: Progress) -> None:
-        self.advance = progress.advance
-
-    def start(self, label: str, total_bytes: int) -> None:
-        """Begins nothing."""
 
 
 def _made(held: Held, dtype: DType, names: Mapping[str, object], *, own: bool) -> Made:

@@ -14,7 +14,8 @@ from blake3 import blake3
 from ckptguard.convert import shards
 from ckptguard.convert.export_plan import ExportPlan, plan_export, use_of
 from ckptguard.convert.export_proof import prove, refuse_losses, refuse_other_constants
-from ckptguard.convert.reference import CONFIG, Reference, own_reference, read_reference
+from ckptguard.convert.quantised import refuse_other_values, with_fp8
+from ckptguard.convert.reference import BRIDGE_FOLDER, CONFIG, Reference, own_reference, read_reference
 from ckptguard.core.dtypes import BY_NAME
 from ckptguard.core.errors import DamagedError, UsageError
 from ckptguard.core.writing import WritePlan
@@ -43,6 +44,7 @@ class ExportOptions:
         max_shard_bytes: Most bytes of tensors in a file; a larger tensor has one of its own.
         dtypes: (pattern of the snapshot's names, dtype) pairs.
         drop: Patterns of names, of either side, that may be left out.
+        restore_fp8: Give fp8 weights back by the scales that import kept.
         verify: Prove the result before it appears.
         memory_bytes: Most bytes of buffers.
         threads: Worker threads.
@@ -51,6 +53,7 @@ class ExportOptions:
     max_shard_bytes: int = MAX_SHARD_BYTES
     dtypes: tuple[tuple[str, str], ...] = ()
     drop: tuple[str, ...] = ()
+    restore_fp8: bool = False
     verify: bool = True
     memory_bytes: int = 2 << 30
     threads: int | None = None
@@ -133,8 +136,13 @@ def prepare_export(
     dropped = {held.key for held in plan.held if any(fnmatch.fnmatchcase(held.key, p) for p in options.drop)}
     notes = refuse_other_constants(checkpoint, plan, drop=dropped, threads=options.threads, progress=progress)
     refuse_losses(checkpoint, plan, threads=options.threads, progress=progress)
+    if options.restore_fp8:
+        plan = with_fp8(checkpoint, plan)
+        refuse_other_values(checkpoint, plan, threads=options.threads, progress=progress)
     cut = shards.split(plan.tensors, options.max_shard_bytes)
-    small, more = _small_files(like, plan)
+    small, more = _small_files(like, plan, restored=options.restore_fp8)
+    if options.restore_fp8 and f"{BRIDGE_FOLDER}/{CONFIG}" in checkpoint.files.listing:
+        small[CONFIG] = checkpoint.files.read(f"{BRIDGE_FOLDER}/{CONFIG}")  # it names the quantisation
     if len(cut.names) > 1:
         small[shards.INDEX_NAME] = shards.index_bytes(cut)
     files = shards.target_files(cut, plan.tensors)
@@ -219,10 +227,10 @@ def _vocabulary_rows(checkpoint: Checkpoint) -> int | None:
     return None
 
 
-def _small_files(like: Reference, plan: ExportPlan) -> tuple[dict[str, bytes], list[str]]:
+def _small_files(like: Reference, plan: ExportPlan, *, restored: bool) -> tuple[dict[str, bytes], list[str]]:
     """Config, tokenizer and generation files; and a sentence for each thing that is not as in the reference."""
     small, notes = dict(like.files), []
-    if like.quantised:
+    if like.quantised and not restored:
         notes.append(f"{like.quantised} tensors are quantised in {like.location}; they are written as bfloat16")
     totals: dict[str, int] = {}
     for made in plan.tensors:

@@ -12,6 +12,7 @@ from blake3 import blake3
 
 from ckptguard.convert.import_plan import ImportPlan, plan_import
 from ckptguard.convert.proof import prove
+from ckptguard.convert.quantised import SCALES_FILE
 from ckptguard.convert.shards import safetensors_file
 from ckptguard.core.boxes import whole
 from ckptguard.core.errors import DamagedError, UnsupportedError, UsageError
@@ -38,7 +39,6 @@ from ckptguard.layout.layouts import Layout
 from ckptguard.megatron.hf_structure import Structure, ask_structure
 
 COMMON_STATE = "common_state/shard_0_1"
-SCALES_FILE = "quantised/scales.safetensors"
 _NOT_CARRIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", "index.json", FILE_NAME)
 _FLOATS = ("bfloat16", "float16", "float32")
 
@@ -287,8 +287,18 @@ def _parts(chunk: Made, key: int) -> list[Part]:
 
 
 def _scales(plan: ImportPlan, structure: Structure) -> tuple[Made, ...]:
-    """The scales that fp8 weights were multiplied with, as tensors of their own."""
-    names = {name for item in structure.derived.values() if item.kind.startswith("fp8") for name in item.of[1:]}
+    """The scales that fp8 weights were multiplied with, as tensors of their own.
+
+    Raises:
+        UnsupportedError: Weights of another fp8 than e4m3fn.
+    """
+    quantised = [item for item in structure.derived.values() if item.kind.startswith("fp8")]
+    other = sorted({n for item in quantised for n in item.of[:1] if plan.sources[n].dtype.name != "float8_e4m3fn"})
+    if other:
+        raise UnsupportedError(
+            f"--fp8 keep: {other[0]} is {plan.sources[other[0]].dtype}; only float8_e4m3fn can be kept"
+        )
+    names = {name for item in quantised for name in item.of[1:]}
     out = []
     for name in sorted(names):
         source = plan.sources[name]

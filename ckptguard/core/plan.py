@@ -60,6 +60,7 @@ class Made:
         shape: Of the global tensor.
         box: Which part.
         assembly: What it is made of, in coordinates whose zero is the box's corner.
+        scale: Of an fp8 weight: its elements are assembled in bfloat16 and divided by these scales.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Made:
     shape: tuple[int, ...]
     box: Box
     assembly: Assembly
+    scale: Stored | None = None
 
     @property
     def size_bytes(self) -> int:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ckptguard.core.dtypes import DType
 from ckptguard.core.errors import UnsupportedError
-from ckptguard.core.plan import Computed, Stored
+from ckptguard.core.plan import Computed, Made, Stored
 
 Array = npt.NDArray[Any]
 ReadRows = Callable[[Stored, int, int], Array]
@@ -56,10 +56,8 @@ def rows(source: Computed, begin: int, end: int, read: ReadRows) -> Array:
     width = source.shape[-1] if source.shape else 1
     if source.kind == "ones":
         out = torch.ones(end - begin, width, dtype=getattr(torch, source.dtype.name))
-    elif source.kind == "fp8_blocks":
-        out = _fp8_blocks(source, begin, end, read)
-    elif source.kind == "fp8_scaled":
-        out = _fp8_scaled(source, begin, end, read)
+    elif source.kind in ("fp8_blocks", "fp8_scaled"):
+        out = _fp8(source, begin, end, read)
     elif source.kind in ("mxfp4", "fp4_rows"):
         out = _fp4(source, begin, end, read)
     else:
@@ -76,35 +74,69 @@ def _tensor(read: ReadRows, source: Stored, begin: int, end: int) -> Any:
     return torch.from_numpy(words).view(getattr(torch, source.dtype.name))
 
 
-def _fp8_blocks(source: Computed, begin: int, end: int, read: ReadRows) -> Any:
-    """One scale per block of 128 x 128; multiplied in fp32."""
+def to_fp8(values: Array, weight: Made, begin: int, read: ReadRows) -> Array:
+    """The fp8 that bfloat16 values stand for under kept scales: what they were before they were dequantised.
+
+    fp8's steps are 2^5 times as wide as bfloat16's rounding, so the division finds the very value again.
+
+    Args:
+        values: Rows from ``begin`` on, as words of bfloat16.
+        weight: The tensor; it has scales.
+        begin: Row of the first value.
+        read: As in ``rows``.
+    """
     import torch
 
-    weight, scale = source.of
-    width, blocks = source.shape[1], scale.shape[1]
-    values = _tensor(read, weight, begin * width, end * width).reshape(-1, width).float()
-    first, last = begin // _BLOCK, (end - 1) // _BLOCK + 1
-    scales = _tensor(read, scale, first * blocks, last * blocks).reshape(-1, blocks).float()
-    row_of = torch.arange(begin, end) // _BLOCK - first
-    return (values * scales.repeat_interleave(_BLOCK, dim=1)[:, :width][row_of]).to(getattr(torch, source.dtype.name))
+    assert weight.scale is not None
+    height, width = weight.shape
+    wide = torch.from_numpy(values.view(np.int16)).view(torch.bfloat16).reshape(-1, width).float()
+    scales = _scales(weight.name, weight.scale, (height, width), begin, begin + len(wide), read)
+    small = (wide / scales).to(getattr(torch, weight.dtype.name))
+    result: Array = small.view(torch.uint8).numpy()
+    return result.reshape(values.shape)
 
 
-def _fp8_scaled(source: Computed, begin: int, end: int, read: ReadRows) -> Any:
-    """Scales per row, per row and tile of columns, or per block, told apart by their shape."""
+def from_fp8(small: Array, weight: Made, begin: int, read: ReadRows) -> Array:
+    """The way there again: words of the bfloat16 that rows of fp8 stand for. Arguments as ``to_fp8``."""
+    import torch
+
+    assert weight.scale is not None
+    height, width = weight.shape
+    values = torch.from_numpy(small.copy()).view(getattr(torch, weight.dtype.name)).reshape(-1, width).float()
+    scales = _scales(weight.name, weight.scale, (height, width), begin, begin + len(values), read)
+    result: Array = (values * scales).to(torch.bfloat16).view(torch.int16).numpy()
+    return result.view(np.uint16).reshape(small.shape)
+
+
+def _fp8(source: Computed, begin: int, end: int, read: ReadRows) -> Any:
+    """Multiplied in fp32."""
     import torch
 
     weight, scale = source.of
     height, width = source.shape
     values = _tensor(read, weight, begin * width, end * width).reshape(-1, width).float()
-    if len(scale.shape) == 2 and scale.shape[0] != height:
-        return _fp8_blocks(source, begin, end, read)
-    tiles = prod(scale.shape) // height
-    if tiles * height != prod(scale.shape) or width % tiles:
+    scales = _scales(weight.entry.name, scale, (height, width), begin, end, read)
+    return (values * scales).to(getattr(torch, source.dtype.name))
+
+
+def _scales(name: str, scale: Stored, shape: tuple[int, int], begin: int, end: int, read: ReadRows) -> Any:
+    """The scale of every element of some rows: one per 128 x 128 block, per row, or per row and tile of columns."""
+    import torch
+
+    height, width = shape
+    blocks = -(-height // _BLOCK), -(-width // _BLOCK)
+    if tuple(scale.shape) == blocks:
+        first, last = begin // _BLOCK, (end - 1) // _BLOCK + 1
+        some = _tensor(read, scale, first * blocks[1], last * blocks[1]).reshape(-1, blocks[1]).float()
+        row_of = torch.arange(begin, end) // _BLOCK - first
+        return some.repeat_interleave(_BLOCK, dim=1)[:, :width][row_of]
+    tiles, uneven = divmod(prod(scale.shape), height)
+    if uneven or not tiles or width % tiles:
         raise UnsupportedError(
-            f"{weight.entry.name}: its scales have shape {list(scale.shape)}, which fits no form known for {[height, width]}"
+            f"{name}: its scales have shape {list(scale.shape)}, which fits no form known for {list(shape)}"
         )
-    scales = _tensor(read, scale, begin * tiles, end * tiles).reshape(-1, tiles).float()
-    return (values * scales.repeat_interleave(width // tiles, dim=1)).to(getattr(torch, source.dtype.name))
+    some = _tensor(read, scale, begin * tiles, end * tiles).reshape(-1, tiles).float()
+    return some.repeat_interleave(width // tiles, dim=1)
 
 
 def _fp4(source: Computed, begin: int, end: int, read: ReadRows) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptguard.core.boxes import Box
-from ckptguard.core.dtypes import DType
+from ckptguard.core.dtypes import BY_NAME, DType
 from ckptguard.core.pieces import Piece
 from ckptguard.core.plan import Computed, Made, Sources, Stored
 from ckptguard.engine import computing
@@ -22,6 +22,7 @@ from ckptguard.formats.chunks import Located
 
 Array = npt.NDArray[Any]
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+_BFLOAT16 = BY_NAME["bfloat16"]
 _DIRECT_BYTES = 1 << 14  # shorter runs are gathered from a mapped file instead
 
 
@@ -49,6 +50,18 @@ class Filler:
         size = (*chunk.box.size[:dim], count, *chunk.box.size[dim + 1 :]) if chunk.box.size else ()
         window = Box(tuple(first if d == dim else 0 for d in range(len(size))), size)
         target: Array = np.frombuffer(out, _WORDS[chunk.dtype.itemsize]).reshape(size)
+        if chunk.scale is None:
+            self._assemble(chunk, window, target, chunk.dtype)
+            return
+        values: Array = np.empty(size, np.uint16)
+        self._assemble(chunk, window, values, _BFLOAT16)
+        target[...] = computing.to_fp8(values, chunk, first, self._read_rows)
+
+    def stands_for(self, chunk: Made, begin: int, small: Array, values: Array) -> bool:
+        """Whether fp8 words, rows from ``begin`` on of a weight with scales, stand for these words of bfloat16."""
+        return bool(np.array_equal(computing.from_fp8(small, chunk, begin, self._read_rows), values))
+
+    def _assemble(self, chunk: Made, window: Box, target: Array, dtype: DType) -> None:
         for piece in chunk.assembly.pieces:
             part = piece.within(window)
             if part is not None:
@@ -56,7 +69,7 @@ class Filler:
                     slice(o - w, o - w + (n - 1) * s + 1, s)
                     for o, n, s, w in zip(part.offset, part.size, part.step, window.offset, strict=True)
                 )
-                self._copy(part, target[place], chunk.dtype)
+                self._copy(part, target[place], dtype)
 
     def _copy(self, part: Piece, target: Array, dtype: DType) -> None:
         if not part.source:
