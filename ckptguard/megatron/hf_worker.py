@@ -78,7 +78,10 @@ def _typed(tensors: Mapping[str, Any]) -> dict[str, tuple[torch.dtype, list[int]
 
 def _provider(bridge: Any, dtype: torch.dtype) -> Any:
     """Bridge's description of the model in a dtype."""
-    shim = Namespace(config=bridge.hf_config, generation_config=None, state=bridge.hf_pretrained.state)
+    shim = Namespace(
+        config=bridge.hf_config, generation_config=None, state=bridge.hf_pretrained.state, model_name_or_path="",
+        trust_remote_code=False,
+    )  # fmt: skip
     provider = bridge.provider_bridge(shim)
     provider.params_dtype = provider.pipeline_dtype = provider.autocast_dtype = dtype
     provider.bf16, provider.fp16 = dtype == torch.bfloat16, dtype == torch.float16
