@@ -88,7 +88,7 @@ def enter() -> None:
     if place is None or _SKIPPED[0] in sys.modules:
         return
     for name in _SKIPPED:
-        package = ModuleType(name)
+        package = _Models(name) if name == "megatron.bridge.models" else ModuleType(name)
         package.__path__ = [str(Path(str(place), *name.split(".")[2:]))]
         sys.modules[name] = package
     asked, importlib.metadata.packages_distributions = importlib.metadata.packages_distributions, _Named
@@ -116,6 +116,15 @@ class _Named(dict[str, list[str]]):
 
     def get(self, name: str, default: Any = None) -> Any:
         return [name]
+
+
+class _Models(ModuleType):
+    """Has the mappings, which some families import from ``megatron.bridge.models`` itself."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(importlib.import_module("megatron.bridge.models.conversion.param_mapping"), name)
 
 
 class _AnyModule(ModuleType):

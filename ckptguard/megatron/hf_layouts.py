@@ -59,7 +59,7 @@ def refuse(provider: Any, layout: Layout, architecture: str) -> None:
 
 
 def _wrong(provider: Any, layout: Layout) -> Iterator[str]:
-    heads, layers = int(provider.num_attention_heads), int(provider.num_layers)
+    heads, layers = int(provider.num_attention_heads), _layers(provider)
     groups = int(getattr(provider, "num_query_groups", None) or heads)
     experts = int(getattr(provider, "num_moe_experts", None) or 0)
     mla = bool(getattr(provider, "multi_latent_attention", False))
@@ -81,6 +81,13 @@ def _wrong(provider: Any, layout: Layout) -> Iterator[str]:
         yield from _wrong_stages(layers, layout)
     elif layout.first_pp_layers or layout.last_pp_layers:
         yield "--pp-layout says all; --first-pp-layers and --last-pp-layers cannot be given beside it"
+
+
+def _layers(provider: Any) -> int:
+    """Layers of the decoder; some hybrid models leave their number to the pattern, whose "|" and "/" are no layers."""
+    if provider.num_layers is not None:
+        return int(provider.num_layers)
+    return len(provider.hybrid_layer_pattern.partition("/")[0].replace("|", ""))
 
 
 def _tp_fits(tp: int, heads: int, groups: int, mla: bool) -> bool:
