@@ -204,7 +204,7 @@ def _refuse_damage(checkpoint: Checkpoint) -> None:
     ]
     if problems:
         raise DamagedError(
-            f"{checkpoint.index.location}: {len(problems)} problems; a damaged model is not exported",
+            f"{checkpoint.index.location}: its model is damaged, so it is not exported: {checks.said(problems)}",
             problems=problems,
             next_step="Run `ckptguard verify` for the list; copy again what it names.",
         )

@@ -93,6 +93,9 @@ def plan_import(
                 chunks.append(
                     Made(part.key, dtype_of[part.key], part.shape, part.box, mapped.assembly(part.key, part.box))
                 )
+        # Megatron writes all parts of a key together, keys as they first come.
+        place = {key: i for i, key in enumerate(dict.fromkeys(chunk.name for chunk in chunks))}
+        chunks.sort(key=lambda chunk: place[chunk.name])
         objects = tuple(name for name in dict.fromkeys(rank.objects) if name not in written)
         written.update(objects)
         if chunks or objects:

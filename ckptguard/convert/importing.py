@@ -232,7 +232,7 @@ def _refuse_damage(checkpoint: Checkpoint) -> None:
     problems = [problem for problem in checks.check(checkpoint.index) if problem.is_damage]
     if problems:
         raise DamagedError(
-            f"{checkpoint.index.location}: damaged, so it is not imported: {_said(problems)}",
+            f"{checkpoint.index.location}: damaged, so it is not imported: {checks.said(problems)}",
             problems=problems,
             next_step="Run `ckptguard verify` for the list; download again what it names.",
         )
@@ -242,12 +242,6 @@ def _refuse_damage(checkpoint: Checkpoint) -> None:
             problems=[Problem("missing-file", "no config.json", file="config.json")],
             next_step="Get it from where the tensors came from.",
         )
-
-
-def _said(problems: Sequence[Problem]) -> str:
-    """The first few problems, each with its file."""
-    shown = [p.message if not p.file or p.file in p.message else f"{p.file}: {p.message}" for p in problems[:3]]
-    return "; ".join([*shown, f"and {len(problems) - 3} more"] if len(problems) > 3 else shown)
 
 
 def _refuse_other_copies(checkpoint: Checkpoint, plan: ImportPlan, progress: Progress) -> None:

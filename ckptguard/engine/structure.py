@@ -6,7 +6,7 @@ Pure: works on the index alone, which knows the files' sizes. ``contents`` looks
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 
 from ckptguard.core.boxes import missing_part, overlaps
@@ -151,3 +151,9 @@ def links(files: Mapping[str, FileEntry]) -> list[Problem]:
         for name, entry in files.items()
         if not entry.inside
     ]
+
+
+def said(problems: Sequence[Problem]) -> str:
+    """The first few problems, each with its file."""
+    shown = [p.message if not p.file or p.file in p.message else f"{p.file}: {p.message}" for p in problems[:3]]
+    return "; ".join([*shown, f"and {len(problems) - 3} more"] if len(problems) > 3 else shown)

@@ -133,17 +133,18 @@ def test_files_are_those_that_megatron_saves(
     assert all(MAY_DIFFER.search(name) for name, _ in different)
     for key in different:
         assert ours[key][0] == theirs[key][0]  # in the same file all the same
+    assert list(ours) == list(theirs)  # and in the same order
 
 
 def _stored(root: Path) -> dict[tuple[str, str], tuple[str, bytes]]:
-    """File and encoded bytes of every chunk and object in the ranks' files."""
+    """File and encoded bytes of every chunk and object in the ranks' files, in the order in which they stand there."""
     (folder,) = (path for path in root.iterdir() if path.is_dir())
     with open_checkpoint(root) as checkpoint:
         index = checkpoint.index
         spans = {(n, str(chunk.box)): chunk.span for n, entry in index.tensors.items() for chunk in entry.chunks}
         spans |= {(n, ""): entry.span for n, entry in index.objects.items() if entry.span.file.endswith(".distcp")}
     out = {}
-    for key, span in spans.items():
+    for key, span in sorted(spans.items(), key=lambda item: (item[1].file, item[1].offset_bytes)):
         out[key] = (span.file, (folder / span.file).read_bytes()[span.offset_bytes : span.end_bytes])
     return out
 
