@@ -22,6 +22,7 @@ from typing import Any
 from ckptguard.core.errors import UnsupportedError
 
 _REGISTRATION = re.compile(r"register_bridge\(\s*source\s*=\s*(?:\"([\w.]+)\"|(\w+))")
+_SECOND_NAME = re.compile(r"register_bridge_implementation\(\s*source\s*=\s*\"(\w+)\"")
 _OWN = {"MixtralForCausalLM": "ckptguard.megatron.mixtral_bridge"}  # what Bridge lacks
 _SKIPPED = ("megatron.bridge", "megatron.bridge.models", "megatron.bridge.models.conversion")
 
@@ -64,8 +65,8 @@ def architectures() -> dict[str, str]:
     out |= _OWN
     for file in sorted((place / "models").rglob("*_bridge.py")):
         text = file.read_text()
-        for literal, name in _REGISTRATION.findall(text):
-            source = literal or _constant(text, name)
+        sources = [literal or _constant(text, name) for literal, name in _REGISTRATION.findall(text)]
+        for source in [*sources, *_SECOND_NAME.findall(text)]:
             if source and source[0].isupper() and file.parent.name != "conversion":
                 module = ".".join(file.relative_to(place.parents[1]).with_suffix("").parts)
                 out.setdefault(source, module)
@@ -199,6 +200,14 @@ def _registrations() -> dict[str, Any]:
         return keep
 
     conversion.create_bridge_decorator = create
+    directly = conversion.register_bridge_implementation
+
+    def register(*, source: Any, bridge_class: Any, **rest: Any) -> None:
+        if isinstance(source, str):  # a second name of an architecture, such as K-EXAONE's
+            out[source] = bridge_class
+        directly(source=source, bridge_class=bridge_class, **rest)
+
+    conversion.register_bridge_implementation = register
     return out
 
 
