@@ -60,6 +60,7 @@ RENAMES: dict[str, tuple[str, str]] = {
 """Begins of names that transformers 5.12 saves otherwise than releases have them, by architecture: (saved, released)."""
 
 NOTES: dict[str, str] = {
+    "deepseek_v2_lite": "Megatron Core 0.19.2 has a norm before the query projection that the model has not: it is ones, outputs differ",
     "NemotronH_Nano_Omni_Reasoning_V3": "without the part that hears",
     "OlmoeForCausalLM": "as many KV heads as heads, as released: Bridge's norm of the keys has no other size",
     "Mistral3ForConditionalGeneration": "Ministral 3 only: Bridge reads a rope field that Mistral Small does not have",
@@ -67,7 +68,7 @@ NOTES: dict[str, str] = {
     "Qwen2_5OmniForConditionalGeneration": "without the parts that speak (talker, token2wav)",
     "Qwen3OmniMoeForConditionalGeneration": "without the parts that speak (talker, code2wav)",
 }
-"""What the small model leaves out of an architecture, for the page."""
+"""What is to be known, by case: what the small model leaves out, or where Megatron's model is another one."""
 
 CAUSES: dict[str, str] = {
     "KimiK25ForConditionalGeneration": "Bridge makes the vision tower with code out of the snapshot, which is never run",
