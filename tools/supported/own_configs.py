@@ -60,7 +60,7 @@ RENAMES: dict[str, tuple[str, str]] = {
 """Begins of names that transformers 5.12 saves otherwise than releases have them, by architecture: (saved, released)."""
 
 NOTES: dict[str, str] = {
-    "deepseek_v2_lite": "Megatron Core 0.19.2 has a norm before the query projection that the model has not: it is ones, outputs differ",
+    "deepseek_v2_lite": "Megatron Core 0.19.2 has one norm more, before the query projection: it is ones, outputs differ",
     "NemotronH_Nano_Omni_Reasoning_V3": "without the part that hears",
     "OlmoeForCausalLM": "as many KV heads as heads, as released: Bridge's norm of the keys has no other size",
     "Mistral3ForConditionalGeneration": "Ministral 3 only: Bridge reads a rope field that Mistral Small does not have",
