@@ -284,7 +284,7 @@ def false_claims(case: Case) -> tuple[str, list[str]]:
     if case.megatron.accepts(folder):
         return "all but the name", [] if looks is None else [f"metadata.json is there, but verify says {looks}"]
     wrong = [f"{path}: verify finds nothing wrong" for path in (folder, partial) if _damage(path) is None]
-    if (folder / ".metadata").exists():
+    if folder.exists() and any(path.suffix != ".distcp" for path in folder.iterdir()):
         return "committing", wrong
     count = sum(path.suffix == ".distcp" for path in folder.glob("*")) if folder.exists() else 0
     return f"file {count}" if count else "before the first file", wrong
