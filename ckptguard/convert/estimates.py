@@ -12,7 +12,7 @@ from ckptguard.engine.workers import default_threads
 from ckptguard.engine.write_digests import FileHasher
 from ckptguard.formats.base import Checkpoint
 
-_SAMPLE_BYTES = 32 << 20
+_SAMPLE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)

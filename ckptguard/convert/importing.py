@@ -33,7 +33,7 @@ from ckptguard.fingerprint.manifest import FILE_NAME, FileDigest
 from ckptguard.fingerprint.values import Fingerprint
 from ckptguard.formats import torch_dist_writer as writer
 from ckptguard.formats.base import Checkpoint
-from ckptguard.formats.dcp import parse_table
+from ckptguard.formats.dcp import collector_paused, parse_table
 from ckptguard.formats.zip_frames import empty_tensor_in_list, frame
 from ckptguard.layout.layouts import Layout
 from ckptguard.megatron.hf_structure import Structure, ask_structure
@@ -140,7 +140,8 @@ def prepare(checkpoint: Checkpoint, model_id: str, options: ImportOptions, *, pr
         dtype=model_dtype(checkpoint), pad_vocabulary_to=options.pad_vocabulary_to,
         store_as={"hf_model_id": model_id, "iteration": options.iteration},
     )  # fmt: skip
-    plan = plan_import(structure, tensors, dtypes=options.dtypes, drop=options.drop)
+    with collector_paused():  # a large model has a million values that live as long as the plan
+        plan = plan_import(structure, tensors, dtypes=options.dtypes, drop=options.drop)
     _refuse_other_copies(checkpoint, plan, progress)
     placed = _placed(plan, structure)
     small = _carried(checkpoint)

@@ -6,6 +6,7 @@ no caller is asked to host it. Nothing is kept on disk; a question takes about 8
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -115,9 +116,12 @@ def main() -> None:
     """Reads a question from stdin and writes the answer to stdout; all else that is printed goes to stderr."""
     answer_to = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    gc.disable()  # imports make many objects and no garbage
     if sys.argv[1] == "hf":
         with suppress(ImportError):  # said when the question is answered
             import_for_snapshots()
+    gc.freeze()
+    gc.enable()
     question = json.load(sys.stdin)
     with answer_to:
         json.dump(_answer(question), answer_to)
@@ -129,7 +133,11 @@ def import_for_snapshots() -> None:
     """Imports what questions about snapshots need, once; nothing of it depends on the question."""
     from ckptguard.megatron import te_skeleton
 
+    if any(name.startswith("megatron.core") for name in sys.modules):
+        return  # done already
     te_skeleton.install()
+    # Megatron and Bridge ask whether a tensor is one of these; none is, and the packages take a second to import.
+    te_skeleton.stand_in_for("torch.distributed.tensor", "torch.distributed._tensor")
     _without_compilers()
     from ckptguard.megatron import bridges, hf_worker  # noqa: F401
 

@@ -92,6 +92,7 @@ def enter() -> None:
         package = _Models(name) if name == "megatron.bridge.models" else ModuleType(name)
         package.__path__ = [str(Path(str(place), *name.split(".")[2:]))]
         sys.modules[name] = package
+    sys.modules.setdefault("httpx._main", _AnyModule("httpx._main"))  # its command line, with rich and pygments
     asked, importlib.metadata.packages_distributions = importlib.metadata.packages_distributions, _Named
     try:
         importlib.import_module("transformers.utils.import_utils")
@@ -176,7 +177,7 @@ def _import(architecture: str, module: str) -> Any:
     source = Path(place.parents[1], *module.split(".")).with_suffix(".py").read_text()
     for _, name in _REGISTRATION.findall(source):
         # The class serves as a name only; importing its module would take seconds.
-        if name and name in dir(transformers) and name not in vars(transformers):
+        if name and name not in vars(transformers):
             setattr(transformers, name, type(name, (), {}))
     registered = _registrations()
     importlib.import_module(module)

@@ -90,7 +90,7 @@ def _provider(bridge: Any, dtype: torch.dtype) -> Any:
 
 def _without_kernels(provider: Any) -> Any:
     """What has no bearing on the tensors, set to what needs no kernels."""
-    for name, value in NEUTRAL.items():
+    for name, value in {**NEUTRAL, "use_cpu_initialization": False}.items():
         if hasattr(provider, name):
             setattr(provider, name, value)
     return provider
@@ -170,7 +170,7 @@ def _models(provider: Any, layout: Layout) -> Iterator[tuple[int, list[Any]]]:
         provider._pg_collection = groups
         stages: list[int | None] = [*range(layout.vpp)] if layout.vpp > 1 else [None]
         chunks = []
-        with torch.device("meta"), worlds.without_dynamo():
+        with torch.device("meta"), worlds.without_compiler():
             for stage in stages:
                 first = is_pp_first_stage(groups.pp) and is_vp_first_stage(
                     stage, layout.vpp if stage is not None else None

@@ -196,13 +196,21 @@ class _Package(ModuleType):
         return value
 
 
+def empty_package(name: str) -> ModuleType:
+    """A module that has a class of every name that is asked of it."""
+    return _Package(name)
+
+
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Last in line, so that packages which are installed win."""
+    """Serves empty modules for packages. Last in line, so that ones which are installed win, unless it is put first."""
+
+    def __init__(self, roots: frozenset[str]) -> None:
+        self.roots = roots
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname.split(".")[0] not in ROOTS:
+        if not any(fullname == root or fullname.startswith(f"{root}.") for root in self.roots):
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
@@ -213,12 +221,17 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return None
 
 
+def stand_in_for(*packages: str) -> None:
+    """Serve empty modules for packages that are installed. Before they are imported; this process only, for good."""
+    sys.meta_path.insert(0, _Finder(frozenset(packages)))
+
+
 def install() -> None:
     """Serve the skeleton from here on. Before megatron is imported; this process only, for good."""
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     installed = importlib.util.find_spec("transformer_engine") is not None
-    sys.meta_path.append(_Finder())
+    sys.meta_path.append(_Finder(ROOTS))
     if installed:
         return
     te: Any = importlib.import_module("transformer_engine")

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ckptguard.megatron.te_skeleton import empty_package
+
 
 def forget_devices() -> None:
     """Let Megatron's constructors name a GPU: tensors stay where they are made, on the meta device.
@@ -34,24 +36,36 @@ def forget_devices() -> None:
     cuda.Stream = cuda.Event = lambda *_args, **_kwargs: None
 
 
+class _AsItIs(ModuleType):
+    """A module whose every function gives its first argument back."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda value=None, *_args, **_kwargs: value
+
+
 @contextmanager
-def without_dynamo() -> Iterator[None]:
+def without_compiler() -> Iterator[None]:
     """Keep torch's compiler, which takes a second to import, out of the meta device's operators.
 
-    Those that are written in Python ask it to leave them alone when they are first called (torch/_compile.py
-    ``_disable_dynamo``, 2.14.1); nothing here is compiled.
+    Those that are written in Python ask dynamo to leave them alone when they are first called (torch/_compile.py
+    ``_disable_dynamo``, 2.14.1) and let symbolic_shapes look at each condition (torch/__init__.py ``_check_with``); nothing
+    is compiled here, and no shape is symbolic, so that sympy, whose classes they ask after, is not needed either.
     """
-    if "torch._dynamo" in sys.modules:
-        yield
-        return
-    stub: Any = ModuleType("torch._dynamo")
-    stub.disable = lambda function, *_args, **_kwargs: function
-    sys.modules["torch._dynamo"] = stub
+    stand_ins: dict[str, ModuleType] = {
+        name: _AsItIs(name) for name in ("torch._dynamo", "torch.fx.experimental.symbolic_shapes")
+    }
+    stand_ins["sympy"] = empty_package("sympy")
+    names = [name for name in stand_ins if name not in sys.modules]
+    sys.modules |= {name: stand_ins[name] for name in names}
     try:
         yield
     finally:
-        del sys.modules["torch._dynamo"]
-        vars(torch).pop("_dynamo", None)
+        for name in names:
+            del sys.modules[name]
+        if "torch._dynamo" in names:
+            vars(torch).pop("_dynamo", None)
 
 
 def world_size(args: Namespace) -> int:

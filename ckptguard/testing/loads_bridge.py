@@ -12,7 +12,6 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,22 +28,11 @@ _MODELOPT = (
 )  # fmt: skip
 
 
-class _Finder(te_skeleton._Finder):
-    """Empty packages for those that Bridge names and never calls here."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if not any(fullname == name or fullname.startswith(f"{name}.") for name in _ABSENT):
-            return None
-        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
-
-
 def prepare() -> None:
     """Import Bridge with its training package, once in the helper process."""
     if "megatron.bridge" in sys.modules:
         return
-    sys.meta_path.append(_Finder())
+    te_skeleton.stand_in_for(*_ABSENT)
     if importlib.util.find_spec("tensorboard") is None:  # torch's own module is found, and refuses
         for name in ("torch.utils.tensorboard", "torch.utils.tensorboard.writer"):
             stub: Any = ModuleType(name)
