@@ -98,16 +98,15 @@ def timed(words: Sequence[str]) -> Timing:
 
 
 def _memory(pid: int) -> tuple[int, int]:
-    """Resident and anonymous bytes of a process and its descendants."""
+    """Resident and anonymous bytes of a process and its descendants; shared pages, as after a fork, count once."""
     resident = anonymous = 0
     with contextlib.suppress(psutil.Error):
         for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
             with contextlib.suppress(OSError, psutil.Error):
-                status = dict(
-                    line.split(":", 1) for line in Path(f"/proc/{process.pid}/status").read_text().splitlines()
-                )
-                resident += int(status.get("VmRSS", "0").split()[0]) << 10
-                anonymous += int(status.get("RssAnon", "0").split()[0]) << 10
+                lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
+                status = dict(line.split(":", 1) for line in lines if line.startswith("Pss"))
+                resident += int(status.get("Pss", "0").split()[0]) << 10
+                anonymous += int(status.get("Pss_Anon", "0").split()[0]) << 10
     return resident, anonymous
 
 
