@@ -96,7 +96,7 @@ def import_(
     )  # fmt: skip
     refuse_present(target)
     with open_checkpoint(source) as checkpoint, progress_bar(wanted=not as_json) as progress:
-        prepared = importing.prepare(checkpoint, source.partition("@")[0], chosen, progress=progress)
+        prepared = importing.prepare(checkpoint, _model_id(source), chosen, progress=progress)
         needs = estimate(checkpoint, target, prepared.total_bytes, verify=chosen.verify, threads=threads)
         plan = import_plan_dict(prepared, chosen, needs)
         result = None
@@ -112,6 +112,11 @@ def import_(
     click.echo("\n".join(import_plan_lines(prepared, chosen, needs, detailed=dry_run)))
     if result is not None:
         click.echo("\n".join(import_result_lines(result)))
+
+
+def _model_id(source: str) -> str:
+    """What Megatron-Bridge can load the configuration from again: a path as it is, a hub id without its revision."""
+    return source if Path(source).exists() else source.partition("@")[0]
 
 
 def _iteration(text: str) -> Any:
