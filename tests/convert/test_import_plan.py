@@ -99,7 +99,13 @@ def _more(*entries: TensorEntry) -> dict[str, TensorEntry]:
 def test_the_first_rank_that_owns_a_chunk_writes_it_and_each_object_once() -> None:
     plan = _plan()
     first, second = plan.files
-    assert [chunk.name for chunk in first.chunks] == [EMBEDDING, NORM, LINEAR, NORM, LINEAR]  # in the rank's own order
+    assert [chunk.name for chunk in first.chunks] == [
+        EMBEDDING,
+        NORM,
+        NORM,
+        LINEAR,
+        LINEAR,
+    ]  # as Megatron: a key's parts together
     assert [chunk.name for chunk in second.chunks] == [EMBEDDING, LINEAR, LINEAR]
     assert first.objects == (
         "decoder.layers.linear._extra_state/shard_0_2",
