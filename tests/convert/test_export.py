@@ -278,7 +278,7 @@ def test_what_is_missing_is_named(imported: Callable[[str], Any], tmp_path: Path
     made = imported("llama")
     root = Path(shutil.copytree(made.root, tmp_path / "root"))
     next(iter(sorted(root.rglob("__1_*.distcp")))).unlink()
-    with pytest.raises(DamagedError, match="a damaged model is not exported") as error:
+    with pytest.raises(DamagedError, match="its model is damaged, so it is not exported") as error:
         export(root, tmp_path / "out", made.snapshot)
     assert any("__1_" in (problem.file or "") for problem in error.value.problems)
 
