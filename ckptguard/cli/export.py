@@ -79,6 +79,7 @@ def export(
     from ckptguard.convert.importing import dtype_rules
     from ckptguard.engine.staging import refuse_present
     from ckptguard.formats.registry import open_checkpoint
+    from ckptguard.report.conversions import result_dict
     from ckptguard.report.exports import export_plan_dict, export_plan_lines, export_result_lines
     from ckptguard.report.progress import progress_bar
 
@@ -95,10 +96,7 @@ def export(
             what = f"export of {source}"
             result = exporting.run_export(checkpoint, prepared, target, chosen, what=what, progress=progress)
     if as_json:
-        done = None if result is None else {
-            "path": str(result.path), "seal": result.seal, "proved_tensors": result.proved, "bytes": result.written_bytes,
-        }  # fmt: skip
-        options.print_json({"plan": plan, "result": done})
+        options.print_json({"plan": plan, "result": result_dict(result)})
         return
     click.echo("\n".join(export_plan_lines(prepared, chosen, detailed=dry_run)))
     if result is not None:

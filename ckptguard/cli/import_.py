@@ -86,7 +86,7 @@ def import_(
     from ckptguard.convert.estimates import estimate
     from ckptguard.engine.staging import refuse_present
     from ckptguard.formats.registry import open_checkpoint
-    from ckptguard.report.conversions import import_plan_dict, import_plan_lines, import_result_lines
+    from ckptguard.report.conversions import import_plan_dict, import_plan_lines, import_result_lines, result_dict
     from ckptguard.report.progress import progress_bar
 
     chosen = importing.ImportOptions(
@@ -104,10 +104,7 @@ def import_(
             what = f"import of {source}"
             result = importing.run_import(checkpoint, prepared, target, chosen, what=what, progress=progress)
     if as_json:
-        done = None if result is None else {
-            "path": str(result.path), "seal": result.seal, "proved_tensors": result.proved, "bytes": result.written_bytes,
-        }  # fmt: skip
-        options.print_json({"plan": plan, "result": done})
+        options.print_json({"plan": plan, "result": result_dict(result)})
         return
     click.echo("\n".join(import_plan_lines(prepared, chosen, needs, detailed=dry_run)))
     if result is not None:

@@ -148,9 +148,10 @@ def _ranks(provider: Any, layout: Layout, padded: int) -> Iterator[dict[str, Any
     for rank, chunks in _models(provider, layout):
         parts, objects = [], []
         for chunk in chunks:
-            for item in worker.describe_chunk(chunk, {}, rank):
+            sharded = worker.sharded_state(chunk, {})
+            for item in worker.describe_sharded(chunk, sharded, rank):
                 parts += [[p["key"], p["shape"], p["offset"], p["local_size"]] for p in item["parts"]]
-            objects += worker.object_keys(chunk)
+            objects += worker.object_keys(sharded)
         yield {"rank": rank, "at": worlds.coordinates(), "parts": parts, "objects": objects}
 
 

@@ -70,7 +70,11 @@ def describe_chunk(chunk: Any, content_metadata: Mapping[str, Any], rank: int) -
     Raises:
         UnsupportedError: Megatron does not say where one of them stands, or it is no box.
     """
-    sharded = sharded_state(chunk, content_metadata)
+    return describe_sharded(chunk, sharded_state(chunk, content_metadata), rank)
+
+
+def describe_sharded(chunk: Any, sharded: Mapping[str, Any], rank: int) -> list[dict[str, Any]]:
+    """As ``describe_chunk``, of a chunk whose ``sharded_state`` is known: making it is most of the work."""
     trainable = {id(p) for p in chunk.parameters() if p.requires_grad}
     out = []
     for name, tensor in chunk.state_dict_for_save_checkpoint(keep_vars=True).items():
@@ -103,12 +107,11 @@ def sharded_state(chunk: Any, content_metadata: Mapping[str, Any]) -> dict[str, 
     return out
 
 
-def object_keys(chunk: Any) -> list[str]:
-    """Names on disk of the objects (``_extra_state``) that the current rank saves of a model chunk."""
+def object_keys(sharded: Mapping[str, Any]) -> list[str]:
+    """Names on disk of the objects (``_extra_state``) in a model chunk's ``sharded_state``."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-    state = sharded_state(chunk, {})
-    return [item.unique_key for item in _leaves(state) if isinstance(item, ShardedObject)]
+    return [item.unique_key for item in _leaves(sharded) if isinstance(item, ShardedObject)]
 
 
 def _leaves(item: Any) -> Iterator[Any]:
@@ -124,16 +127,11 @@ def _leaves(item: Any) -> Iterator[Any]:
 
 def _shards(item: Any) -> Iterator[Any]:
     """ShardedTensors of an entry; a ShardedTensorFactory (SwiGLU, Mamba) is asked for its parts."""
-    if hasattr(item, "build"):
-        yield from _shards(item.build())
-    elif isinstance(item, Mapping):
-        for value in item.values():
-            yield from _shards(value)
-    elif isinstance(item, list | tuple):
-        for value in item:
-            yield from _shards(value)
-    elif hasattr(item, "local_shape"):
-        yield item
+    for leaf in _leaves(item):
+        if hasattr(leaf, "build"):
+            yield from _shards(leaf.build())
+        elif hasattr(leaf, "local_shape"):
+            yield leaf
 
 
 def _part(name: str, tensor: torch.Tensor, shard: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from ckptguard.report.lines import facts, title
 
 if TYPE_CHECKING:
     from ckptguard.convert.estimates import Estimate
+    from ckptguard.convert.exporting import Exported
     from ckptguard.convert.importing import Imported, ImportOptions, Prepared
 
 _SHOWN = 12
@@ -65,8 +66,8 @@ def import_plan_lines(prepared: Prepared, chosen: ImportOptions, needs: Estimate
     if kinds:
         count = sum(1 for item in structure.derived.values() if item.of)
         yield f"  {count} quantised tensors are stored as what they stand for ({', '.join(kinds)} -> bfloat16)"
-    yield from _listed("repeats", plan.copies, "kept once, as {}; found equal")
-    yield from _listed("left out", plan.unused, "{}")
+    yield from listed("repeats", plan.copies, "kept once, as {}; found equal")
+    yield from listed("left out", plan.unused, "{}")
     for note in structure.notes:
         yield f"  {click.style('note', fg='yellow')} {note}"
     if detailed:
@@ -76,7 +77,8 @@ def import_plan_lines(prepared: Prepared, chosen: ImportOptions, needs: Estimate
             yield f"    {file.path} {units.size(file.size_bytes)}"
 
 
-def _listed(label: str, items: Mapping[str, str], form: str) -> Iterator[str]:
+def listed(label: str, items: Mapping[str, str], form: str) -> Iterator[str]:
+    """One line an item, the first few of them."""
     for name, value in list(items.items())[:_SHOWN]:
         yield f"  {label} {name}: {form.format(value)}"
     if len(items) > _SHOWN:
@@ -85,11 +87,25 @@ def _listed(label: str, items: Mapping[str, str], form: str) -> Iterator[str]:
 
 def import_result_lines(result: Imported) -> Iterator[str]:
     """What was done, for people."""
+    return result_lines(
+        result,
+        f"{result.proved} tensors of the snapshot, put together again from the written files, have the fingerprints they had",
+    )
+
+
+def result_lines(result: Imported | Exported, proof: str) -> Iterator[str]:
+    """What a conversion did, for people; ``proof`` says what was proved, if it was."""
     yield from facts([("written", f"{result.path}, {units.size(result.written_bytes)}"), ("seal", result.seal)])
     if result.proved is None:
         yield f"{click.style('written', bold=True)}: not proved, as asked (--no-verify)"
     else:
-        yield (
-            f"{click.style('proved', fg='green', bold=True)}: {result.proved} tensors of the snapshot, put together again "
-            "from the written files, have the fingerprints they had"
-        )
+        yield f"{click.style('proved', fg='green', bold=True)}: {proof}"
+
+
+def result_dict(result: Imported | Exported | None) -> dict[str, Any] | None:
+    """What a conversion did, ready for JSON; None for a dry run."""
+    if result is None:
+        return None
+    return {
+        "path": str(result.path), "seal": result.seal, "proved_tensors": result.proved, "bytes": result.written_bytes,
+    }  # fmt: skip

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckptguard.report import units
+from ckptguard.report.conversions import listed, result_lines
 from ckptguard.report.lines import facts, title
 
 if TYPE_CHECKING:
     from ckptguard.convert.exporting import Exported, ExportOptions, PreparedExport
-
-_SHOWN = 12
 
 
 def export_plan_dict(prepared: PreparedExport, chosen: ExportOptions) -> dict[str, Any]:
@@ -61,9 +60,9 @@ def export_plan_lines(prepared: PreparedExport, chosen: ExportOptions, *, detail
     )
     if plan.left_behind:
         yield f"  not exported: {', '.join(f'{count} {what}' for what, count in plan.left_behind.items())}"
-    yield from _listed("repeats", plan.copies, "written again from {}")
-    yield from _listed("rounded", dict.fromkeys(plan.rounded, "--dtype"), "as asked ({})")
-    yield from _listed("left out", plan.unused, "{}")
+    yield from listed("repeats", plan.copies, "written again from {}")
+    yield from listed("rounded", dict.fromkeys(plan.rounded, "--dtype"), "as asked ({})")
+    yield from listed("left out", plan.unused, "{}")
     for note in prepared.notes:
         yield f"  {click.style('note', fg='yellow')} {note}"
     if detailed:
@@ -73,20 +72,10 @@ def export_plan_lines(prepared: PreparedExport, chosen: ExportOptions, *, detail
             yield f"    {file.path} {units.size(file.size_bytes)}"
 
 
-def _listed(label: str, items: Mapping[str, str], form: str) -> Iterator[str]:
-    for name, value in list(items.items())[:_SHOWN]:
-        yield f"  {label} {name}: {form.format(value)}"
-    if len(items) > _SHOWN:
-        yield f"  {label} {len(items) - _SHOWN} more like these; --json lists all"
-
-
 def export_result_lines(result: Exported) -> Iterator[str]:
     """What was done, for people."""
-    yield from facts([("written", f"{result.path}, {units.size(result.written_bytes)}"), ("seal", result.seal)])
-    if result.proved is None:
-        yield f"{click.style('written', bold=True)}: not proved, as asked (--no-verify)"
-    else:
-        yield (
-            f"{click.style('proved', fg='green', bold=True)}: {result.proved} tensors; every stored chunk of the model, put "
-            "together again from the written files, has the fingerprint it had"
-        )
+    return result_lines(
+        result,
+        f"{result.proved} tensors; every stored chunk of the model, put together again from the written files, has the "
+        "fingerprint it had",
+    )
