@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -23,31 +23,32 @@ TIMEOUT_SECONDS = 900.0
 _SHOWN_LINES = 12
 
 
-def ask(
-    args: Mapping[str, object],
-    *,
-    content_metadata: Mapping[str, object] | None = None,
-    transformer_impl: str | None = None,
-    timeout_seconds: float = TIMEOUT_SECONDS,
-) -> dict[str, Any]:
-    """The structure of every model-parallel rank, in plain values.
+Question = tuple[Mapping[str, object], Mapping[str, object], str | None]
+"""Training args as plain values (``Facts.args``), content metadata, transformer_impl instead of the one in the args."""
+
+
+def ask(questions: Sequence[Question], *, timeout_seconds: float = TIMEOUT_SECONDS) -> list[dict[str, Any]]:
+    """The structure of every model-parallel rank of several layouts, in plain values.
 
     Args:
-        args: Training arguments as plain values, ``Facts.args``.
-        content_metadata: Megatron's description of the stored state, for what changes key names.
-        transformer_impl: Instead of the one in the args.
+        questions: Answered by one process, or by two if only some of them want Transformer Engine.
         timeout_seconds: How long Megatron may take.
 
     Raises:
         UnsupportedError: The args do not lead to a model; says why.
         EnvironmentFailedError: The process ended without an answer, or ran too long.
     """
-    refuse({**args, "transformer_impl": transformer_impl or args.get("transformer_impl")} if args else {})
-    question = {
-        "kind": "args", "args": dict(args), "content_metadata": dict(content_metadata or {}),
-        "transformer_impl": transformer_impl,
-    }  # fmt: skip
-    return put(question, timeout_seconds=timeout_seconds)
+    for args, _, transformer_impl in questions:
+        refuse({**args, "transformer_impl": transformer_impl or args.get("transformer_impl")} if args else {})
+    answers: dict[int, dict[str, Any]] = {}
+    # Megatron's local layers are other ones where it finds Transformer Engine, so that one process cannot do both.
+    for te in (False, True):
+        numbers = [n for n, (args, _, impl) in enumerate(questions) if _wants_te(args, impl) == te]
+        if numbers:
+            plain = [[dict(args), dict(meta), impl] for args, meta, impl in (questions[n] for n in numbers)]
+            answer = put({"kind": "args", "questions": plain}, timeout_seconds=timeout_seconds)
+            answers |= zip(numbers, answer["answers"], strict=True)
+    return [answers[n] for n in range(len(questions))]
 
 
 def put(question: Mapping[str, object], *, timeout_seconds: float = TIMEOUT_SECONDS) -> dict[str, Any]:
@@ -145,7 +146,7 @@ def import_for_snapshots() -> None:
 
 
 def _answer(question: dict[str, Any]) -> dict[str, Any]:
-    if question["kind"] != "hf" and _wants_te(question):
+    if question["kind"] != "hf" and _wants_te(question["questions"][0][0], question["questions"][0][2]):
         from ckptguard.megatron import te_skeleton
 
         te_skeleton.install()
@@ -157,7 +158,7 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
         if question["kind"] == "hf":
             import_for_snapshots()
             return hf_worker.describe(question)
-        return worker.describe(question["args"], question["content_metadata"], question["transformer_impl"])
+        return {"answers": [worker.describe(*one) for one in question["questions"]]}
     except UnsupportedError as error:
         return _refusal(error.message, error.next_step)
     except (
@@ -181,9 +182,9 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
         )
 
 
-def _wants_te(question: dict[str, Any]) -> bool:
-    impl = question["transformer_impl"] or question["args"].get("transformer_impl")
-    return impl == "transformer_engine" or bool(question["args"].get("hybrid_layer_pattern"))
+def _wants_te(args: Mapping[str, Any], transformer_impl: str | None) -> bool:
+    impl = transformer_impl or args.get("transformer_impl")
+    return impl == "transformer_engine" or bool(args.get("hybrid_layer_pattern"))
 
 
 def _without_compilers() -> None:

@@ -5,14 +5,14 @@ And where its optimizer state stands. Values only; ``ask`` gets them from a proc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from ckptguard.core.boxes import Box
 from ckptguard.core.index import Index
-from ckptguard.megatron.ask import TIMEOUT_SECONDS, ask
+from ckptguard.megatron.ask import TIMEOUT_SECONDS, Question, ask
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +66,18 @@ class Place:
 class Bucket:
     """One bucket of optimizer state as it is stored, without the padding at its end.
 
+    ``fully_reshardable`` state, which is one tensor per parameter, is written in the order of ``places`` too: bucket after
+    bucket, buffer after buffer (megatron/core/optimizer/distrib_optimizer.py, 0.19.2,
+    ``sharded_param_state_fully_reshardable``).
+
     Attributes:
         numel: Elements stored of each state.
+        padded: Elements with the padding at its end, which makes it divisible among the data parallel ranks of the args.
         places: Its parameters in order; between two of them there may be padding.
     """
 
     numel: int
+    padded: int
     places: tuple[Place, ...]
 
     def gaps(self) -> tuple[tuple[int, int], ...]:
@@ -106,6 +112,7 @@ class RankStructure:
         at: Its place per axis: ``tp``, ``pp``, ``ep``, ``etp``; ``dense_dp`` and ``expert_dp``, which are 0 for the rank
             that writes legacy files; ``dense_group`` and ``expert_group``, the ``dp_group_idx`` of its optimizers.
         chunks: Tensors of each model chunk (several with virtual pipeline stages).
+        objects: Names on disk of the objects (``_extra_state``) that this rank saves for all, in Megatron's order.
         dense: Buffers of its dense parameters.
         expert: Buffers of its expert parameters, which are sharded over another group.
     """
@@ -113,6 +120,7 @@ class RankStructure:
     rank: int
     at: Mapping[str, int]
     chunks: tuple[tuple[LocalTensor, ...], ...]
+    objects: tuple[str, ...]
     dense: tuple[Buffer, ...]
     expert: tuple[Buffer, ...]
 
@@ -168,10 +176,22 @@ def rank_structures(
         UnsupportedError: The args do not lead to a model; names what is missing or refused.
         EnvironmentFailedError: The process failed or ran too long.
     """
-    answer = ask(
-        args, content_metadata=content_metadata, transformer_impl=transformer_impl, timeout_seconds=timeout_seconds
-    )
+    (answer,) = ask([(args, content_metadata or {}, transformer_impl)], timeout_seconds=timeout_seconds)
     return from_plain(answer)
+
+
+def structures_for(questions: Sequence[Question], *, timeout_seconds: float = TIMEOUT_SECONDS) -> list[Structures]:
+    """As ``rank_structures``, for several layouts at once: starting the process that answers costs seconds.
+
+    Args:
+        questions: Of each its args, content metadata and transformer_impl (None: as the args say).
+        timeout_seconds: How long Megatron may take for all of them.
+
+    Raises:
+        UnsupportedError: The args of one do not lead to a model; names what is missing or refused.
+        EnvironmentFailedError: The process failed or ran too long.
+    """
+    return [from_plain(answer) for answer in ask(questions, timeout_seconds=timeout_seconds)]
 
 
 def structures_of(index: Index, *, transformer_impl: str | None = None) -> Structures:
@@ -189,7 +209,7 @@ def _rank(plain: Mapping[str, Any]) -> RankStructure:
     chunks = tuple(tuple(_tensor(tensor) for tensor in chunk) for chunk in plain["chunks"])
     by_name = [{tensor.name: tensor for tensor in chunk} for chunk in chunks]
     buffers = [tuple(_buffer(buffer, by_name) for buffer in kind) for kind in plain["buffers"]] or [(), ()]
-    return RankStructure(plain["rank"], plain["at"], chunks, buffers[0], buffers[1])
+    return RankStructure(plain["rank"], plain["at"], chunks, tuple(plain["objects"]), buffers[0], buffers[1])
 
 
 def _tensor(plain: Mapping[str, Any]) -> LocalTensor:
@@ -214,5 +234,6 @@ def _buffer(plain: Mapping[str, Any], by_name: list[dict[str, LocalTensor]]) -> 
     buckets = []
     for bucket in plain["buckets"]:
         places = sorted((begin, end, name) for name, begin, end in bucket["params"])
-        buckets.append(Bucket(bucket["numel"], tuple(Place(tensors[name], b, e) for b, e, name in places)))
+        placed = tuple(Place(tensors[name], begin, end) for begin, end, name in places)
+        buckets.append(Bucket(bucket["numel"], bucket["padded"], placed))
     return Buffer(plain["dtype"], tuple(buckets))

@@ -27,13 +27,29 @@ def describe(
     config = _model_config(namespace)
     why_not = worker_buckets.refusal(namespace, args)
     worlds.forget_devices()
-    out = []
-    for rank in worlds.ranks(namespace):
-        chunks = _build(config)
-        described = [describe_chunk(chunk, content_metadata, rank) for chunk in chunks]
-        buffers = [] if why_not else worker_buckets.describe(namespace, chunks)
-        out.append({"rank": rank, "at": worlds.coordinates(), "chunks": described, "buffers": buffers})
-    return {"megatron": version("megatron-core"), "ranks": out, "no_buckets": why_not}
+    ranks = [
+        _rank(namespace, _build(config), content_metadata, rank, why_not is None) for rank in worlds.ranks(namespace)
+    ]
+    return {"megatron": version("megatron-core"), "ranks": ranks, "no_buckets": why_not}
+
+
+def _rank(
+    args: Namespace, chunks: list[Any], content_metadata: Mapping[str, Any], rank: int, with_buckets: bool
+) -> dict[str, Any]:
+    """The plain form of ``structure.RankStructure``, of the current rank."""
+    described: list[Any] = []
+    objects: list[str] = []
+    for chunk in chunks:
+        sharded = sharded_state(chunk, content_metadata)
+        described.append(describe_sharded(chunk, sharded, rank))
+        objects += object_keys(sharded, main_only=True)
+    return {
+        "rank": rank,
+        "at": worlds.coordinates(),
+        "chunks": described,
+        "objects": objects,
+        "buffers": worker_buckets.describe(args, chunks) if with_buckets else [],
+    }
 
 
 def _model_config(args: Namespace) -> Any:
@@ -107,11 +123,17 @@ def sharded_state(chunk: Any, content_metadata: Mapping[str, Any]) -> dict[str, 
     return out
 
 
-def object_keys(sharded: Mapping[str, Any]) -> list[str]:
-    """Names on disk of the objects (``_extra_state``) in a model chunk's ``sharded_state``."""
+def object_keys(sharded: Mapping[str, Any], *, main_only: bool = False) -> list[str]:
+    """Names on disk of the objects (``_extra_state``) in a model chunk's ``sharded_state``, in its order.
+
+    Args:
+        sharded: The state.
+        main_only: Leave out those that another rank saves.
+    """
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-    return [item.unique_key for item in _leaves(sharded) if isinstance(item, ShardedObject)]
+    objects = (item for item in _leaves(sharded) if isinstance(item, ShardedObject))
+    return [item.unique_key for item in objects if not main_only or _is_main(item.replica_id)]
 
 
 def _leaves(item: Any) -> Iterator[Any]:

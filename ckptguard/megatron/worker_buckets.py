@@ -87,9 +87,12 @@ def _layouts(args: Namespace, chunk: Any, bucket_size: int | None, sizes: tuple[
 
 
 def _buffer(number: int, chunk: Any, key: Any, layout: Any) -> dict[str, Any]:
-    """One ``gbuf``: per bucket its stored length, and (name, begin, end) of its parameters, counted from its start."""
+    """One ``gbuf``: per bucket its stored and padded lengths, and (name, begin, end) of its parameters from its start."""
     names = {id(tensor): name for name, tensor in chunk.state_dict_for_save_checkpoint(keep_vars=True).items()}
-    buckets: list[dict[str, Any]] = [{"numel": n, "params": []} for n in layout.per_bucket_numel_unpadded]
+    buckets: list[dict[str, Any]] = [
+        {"numel": n, "padded": end - begin, "params": []}
+        for n, (begin, end) in zip(layout.per_bucket_numel_unpadded, layout.bucket_indices, strict=True)
+    ]
     for parameter, (begin, end, bucket) in layout.param_index_map.items():
         start = layout.bucket_indices[bucket][0]
         buckets[bucket]["params"].append([names[id(parameter)], begin - start, end - start])

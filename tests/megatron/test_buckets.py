@@ -53,6 +53,17 @@ def test_frozen_buckets(frozen: Frozen, read: Read) -> None:
         assert _masters(checkpoint, layouts, read) == 58
 
 
+def test_padded_buckets_can_be_cut_among_the_data_parallel_ranks(frozen: Frozen, asked: Asked) -> None:
+    with open_checkpoint(frozen(DENSE)) as checkpoint:
+        facts = checkpoint.index.facts
+    layouts = bucket_layouts({**facts.args, "world_size": 4 * 192}, content_metadata=facts.content_metadata)
+    as_stored = layouts_in(asked(DENSE))
+    assert {key: bucket.numel for key, bucket in layouts.items()} == {k: b.numel for k, b in as_stored.items()}
+    for bucket in layouts.values():
+        assert bucket.padded % 384 == 0  # lcm(192, 128)
+        assert 0 <= bucket.padded - bucket.numel < 384
+
+
 def test_unused_ranges_are_outside_all_parameters(frozen: Frozen, asked: Asked) -> None:
     """Parameters and unused ranges together are each bucket, once."""
     with open_checkpoint(frozen(DENSE)) as checkpoint:

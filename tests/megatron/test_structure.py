@@ -12,7 +12,7 @@ import torch.distributed
 from ckptguard.core.boxes import missing_part, overlaps
 from ckptguard.core.errors import UnsupportedError
 from ckptguard.formats.registry import open_checkpoint
-from ckptguard.megatron.structure import Structures, rank_structures, structures_of
+from ckptguard.megatron.structure import Structures, rank_structures, structures_for, structures_of
 
 Frozen = Callable[[str], Path]
 Asked = Callable[[str], Structures]
@@ -61,6 +61,33 @@ def test_owned_boxes_are_the_stored_chunks(frozen: Frozen, asked: Asked, name: s
     assert {(part.key, part.box) for t in tensors for part in t.parts} == stored
     assert {t.dtype for t in tensors} == {e.dtype.name for e in weights.values()}
     _covered(structures)
+
+
+@pytest.mark.parametrize("name", [DENSE, MOE])
+def test_every_extra_state_has_one_rank_that_saves_it(frozen: Frozen, asked: Asked, name: str) -> None:
+    with open_checkpoint(frozen(name)) as checkpoint:
+        stored = [entry for entry in checkpoint.index.objects if "_extra_state/" in entry]
+    assert sorted(entry for rank in asked(name).ranks for entry in rank.objects) == sorted(stored)
+
+
+def test_several_layouts_are_asked_about_at_once(frozen: Frozen, asked: Asked) -> None:
+    """Each is answered as if it were alone, whether or not another of them wants Transformer Engine."""
+    with open_checkpoint(frozen(DENSE)) as checkpoint:
+        facts = checkpoint.index.facts
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_tensor_parallel_size")
+    whole = {**facts.args, **dict.fromkeys(sizes, 1)}
+    te, one, same = structures_for(
+        [
+            (facts.args, facts.content_metadata, "transformer_engine"),
+            (whole, facts.content_metadata, None),
+            (facts.args, facts.content_metadata, None),
+        ]
+    )
+    assert same == asked(DENSE)
+    assert len(one.ranks) == 1
+    assert one.global_shapes == same.global_shapes == te.global_shapes
+    objects = {entry for rank in same.ranks for entry in rank.objects}
+    assert {entry for rank in te.ranks for entry in rank.objects} > objects  # TE's norm has state of its own
 
 
 def test_gate_and_up_are_two_halves_of_the_rank_s_tensor(asked: Asked) -> None:
