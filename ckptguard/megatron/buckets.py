@@ -92,11 +92,11 @@ def unused_ranges(index: Index, *, structures: Structures | None = None) -> dict
     if not stored:
         return {}
     layouts = layouts_in(structures if structures is not None else structures_of(index))
-    _refuse_other_layout(index, stored, layouts)
+    refuse_other_layout(index, stored, layouts)
     return {name: gaps for name, bucket in stored.items() if (gaps := layouts[bucket].gaps())}
 
 
-def _refuse_other_layout(index: Index, stored: Mapping[str, str], layouts: Mapping[str, Bucket]) -> None:
+def refuse_other_layout(index: Index, stored: Mapping[str, str], layouts: Mapping[str, Bucket]) -> None:
     """Raises unless Megatron's layout has the buckets of the files, each as long as it is stored."""
     wrong = [f"{bucket} is not stored" for bucket in sorted(set(layouts) - set(stored.values()))]
     for name, bucket in stored.items():
