@@ -1,0 +1,85 @@
+"""Optimizer state of a ``dp_reshardable`` target: buckets, and each rank's share of them. Pure.
+
+Source: megatron/core/optimizer/distrib_optimizer.py ``sharded_param_state_dp_reshardable`` (0.19.2): a bucket with its padding
+is cut into equal shares, one per data parallel rank; what is stored ends where its last parameter does. Each parameter in a
+share, and each gap before, between or after them, is a chunk of its own. What stands in a gap means nothing: it is zero here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from ckptguard.convert.canonical import State
+from ckptguard.convert.sources import state_name, states_in
+from ckptguard.convert.target import Target, Wanted
+from ckptguard.core.boxes import Box, whole
+from ckptguard.core.pieces import Assembly, Piece, narrow, reshape
+from ckptguard.megatron.structure import Bucket, LocalTensor, Place, RankStructure
+
+
+def of_buckets(state: State, target: Target, rank: RankStructure) -> Iterator[Wanted]:
+    """Chunks of the buckets of a rank's optimizers, for all data parallel ranks that share them."""
+    kinds = states_in(state)
+    for prefix, buffers, ranks in target.optimizer_groups(rank):
+        for at, buffer in enumerate(buffers):
+            for number, bucket in enumerate(buffer.buckets):
+                key = f"{prefix}.gbuf_idx_{at}.dtype_{buffer.dtype}.bucket_idx_{number}"
+                yield from _of_bucket(state, key, bucket, ranks, kinds)
+
+
+def _of_bucket(state: State, key: str, bucket: Bucket, ranks: Sequence[int], kinds: Sequence[str]) -> Iterator[Wanted]:
+    share = bucket.padded // len(ranks)
+    flats: dict[tuple[str, str], Assembly] = {}
+    for number, rank in enumerate(ranks):
+        for place, begin, end in _shares(bucket, number * share, min((number + 1) * share, bucket.numel)):
+            for kind in kinds:
+                made = _zeros(end - begin)
+                if place is not None:
+                    which = (kind, place.tensor.name)
+                    flats[which] = flats.get(which) or flat_state(state, kind, place.tensor)
+                    made = narrow(flats[which], 0, begin - place.begin, end - place.begin)
+                yield Wanted(rank, f"{key}.{kind}", (bucket.numel,), Box((begin,), (end - begin,)), made)
+
+
+def _zeros(length: int) -> Assembly:
+    return Assembly((length,), (Piece((0,), (length,), (1,), "", 0, (0,)),))
+
+
+def _shares(bucket: Bucket, low: int, high: int) -> Iterator[tuple[Place | None, int, int]]:
+    """(place or None for a gap, begin, end) of all that stands in elements ``[low, high)`` of a bucket, in order."""
+    at = low
+    for place in bucket.places:
+        begin, end = max(place.begin, low), min(place.end, high)
+        if begin < end:
+            if begin > at:
+                yield None, at, begin
+            yield place, begin, end
+            at = end
+    if at < high:
+        yield None, at, high
+
+
+def flat_state(state: State, kind: str, tensor: LocalTensor) -> Assembly:
+    """A state of a rank's own tensor, row-major, put together from its parts of global tensors."""
+    pieces: list[Piece] = []
+    for part in tensor.parts:
+        more = len(part.box.size) - len(part.local.size)
+        for p in state.assembly(state_name(kind, part.key), part.box).pieces:
+            offset = tuple(o + b for o, b in zip(p.offset[more:], part.local.offset, strict=True))
+            pieces.append(replace(p, offset=offset, size=p.size[more:], step=p.step[more:], strides=p.strides[more:]))
+    return reshape(Assembly(tensor.shape, tuple(pieces)), (whole(tensor.shape).numel,))
+
+
+def names_in_buckets(state: State, target: Target) -> set[str]:
+    """Names of the global states that the buckets of a target hold."""
+    kinds = states_in(state)
+    keys = {
+        part.key
+        for rank in target.structures.ranks
+        for buffer in (*rank.dense, *rank.expert)
+        for bucket in buffer.buckets
+        for place in bucket.places
+        for part in place.tensor.parts
+    }
+    return {state_name(kind, key) for key in keys for kind in kinds}
