@@ -46,13 +46,28 @@ class Closing:
     Attributes:
         length_bytes: Number of bytes; known in advance, so that what follows has its place.
         make: From the CRC-32 (as ``zlib.crc32`` gives it) to the bytes. Pure: it is called anew when a run is repeated.
+        elements: How many parts of elements just before it the CRC-32 runs over.
     """
 
     length_bytes: int
     make: Callable[[int], bytes]
+    elements: int = 1
 
 
-Part = Literal | Elements | Closing
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Bytes that depend on the CRC-32 of all elements that were closed before them in the file, such as a zip's directory.
+
+    Attributes:
+        length_bytes: Number of bytes, known in advance.
+        make: From what each closing part was given, in order, to the bytes. Pure, as ``Closing.make``.
+    """
+
+    length_bytes: int
+    make: Callable[[tuple[int, ...]], bytes]
+
+
+Part = Literal | Elements | Closing | Ending
 
 
 class Fill(Protocol):
@@ -75,11 +90,13 @@ class TargetFile:
     parts: tuple[Part, ...]
 
     def __post_init__(self) -> None:
-        before: Part | None = None
+        run = 0  # parts of elements that follow each other
         for part in self.parts:
-            if isinstance(part, Closing) and not isinstance(before, Elements):
-                raise ValueError(f"{self.path}: a closing part that follows no elements")
-            before = part
+            if isinstance(part, Closing) and not 1 <= part.elements <= run:
+                raise ValueError(
+                    f"{self.path}: a closing part that follows {run or 'no'} elements asks for the CRC-32 of {part.elements}"
+                )
+            run = run + 1 if isinstance(part, Elements) else 0
 
     @property
     def size_bytes(self) -> int:
@@ -117,7 +134,7 @@ def check_relative(path: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes ``[begin_bytes, begin_bytes + length_bytes)`` of a part; ``closes`` if a closing part asks for their CRC."""
+    """Bytes ``[begin_bytes, begin_bytes + length_bytes)`` of a part; ``closes`` if a closing part asks for their CRC-32."""
 
     part: Part
     begin_bytes: int
@@ -135,13 +152,13 @@ class Window:
 
 
 def widest_piece(plan: WritePlan) -> int:
-    """The least size in bytes that a window may have: pieces of a step, and closing parts, are never cut."""
+    """The least size in bytes that a window may have: pieces of a step, closing parts and endings are never cut."""
     widest = 1
     for file in plan.files:
         for part in file.parts:
             if isinstance(part, Elements):
                 widest = max(widest, min(part.step_bytes, part.length_bytes))
-            elif isinstance(part, Closing):
+            elif isinstance(part, Closing | Ending):
                 widest = max(widest, part.length_bytes)
     return widest
 
@@ -155,8 +172,7 @@ def windows(file: TargetFile, window_bytes: int) -> Iterator[Window]:
     """
     offset, used = 0, 0
     pieces: list[Piece] = []
-    for number, part in enumerate(file.parts):
-        closes = isinstance(file.parts[number + 1], Closing) if number + 1 < len(file.parts) else False
+    for part, closes in zip(file.parts, _closed(file.parts), strict=True):
         begin = 0
         while begin < part.length_bytes:
             take = _fitting(part, begin, window_bytes - used)
@@ -171,12 +187,21 @@ def windows(file: TargetFile, window_bytes: int) -> Iterator[Window]:
         yield Window(offset, used, tuple(pieces))
 
 
+def _closed(parts: tuple[Part, ...]) -> list[bool]:
+    """Of every part, whether a closing part asks for its CRC-32."""
+    out = [False] * len(parts)
+    for number, part in enumerate(parts):
+        if isinstance(part, Closing):
+            out[number - part.elements : number] = [True] * part.elements
+    return out
+
+
 def _fitting(part: Part, begin_bytes: int, room_bytes: int) -> int:
     """How many bytes of a part, from ``begin_bytes`` on, go into so much room."""
     left = part.length_bytes - begin_bytes
     if left <= room_bytes:
         return left
-    if isinstance(part, Closing):
+    if isinstance(part, Closing | Ending):
         return 0
     step = part.step_bytes if isinstance(part, Elements) else 1
     return room_bytes // step * step

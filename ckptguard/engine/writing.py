@@ -16,6 +16,7 @@ from ckptguard.core.errors import UsageError
 from ckptguard.core.writing import (
     Closing,
     Elements,
+    Ending,
     Fill,
     Literal,
     Piece,
@@ -106,11 +107,12 @@ class _OpenFile:
         self.stored_bytes = 0
         self._hasher = FileHasher(self.size_bytes)
         self._crc = 0
+        self._crcs: list[int] = []
         self._writeback = threading.Lock()
         self._begun_bytes = 0
 
     def digest(self, window: Window, view: memoryview) -> None:
-        """Digests the window whose turn it is, after its closing parts are made."""
+        """Digests the window whose turn it is, after its closing parts and its ending are made."""
         at = 0
         for piece in window.pieces:
             part = view[at : at + piece.length_bytes]
@@ -119,7 +121,10 @@ class _OpenFile:
                 self._crc = crc32(part, self._crc)
             elif isinstance(piece.part, Closing):
                 part[:] = piece.part.make(self._crc)
+                self._crcs.append(self._crc)
                 self._crc = 0
+            elif isinstance(piece.part, Ending):
+                part[:] = piece.part.make(tuple(self._crcs))
         self._hasher.update(view)
 
     def start_writeback(self, end_bytes: int) -> None:
@@ -216,7 +221,7 @@ class _Run:
             self._changed.notify_all()
 
     def _provide(self, pieces: Sequence[Piece], view: memoryview) -> None:
-        """Puts everything but closing parts into the view."""
+        """Puts everything but closing parts and endings into the view."""
         at = 0
         for piece in pieces:
             part, begin, end = piece.part, piece.begin_bytes, piece.begin_bytes + piece.length_bytes

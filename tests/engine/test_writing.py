@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from write_cases import LAST, MEMORY_BYTES, Source, expected, plan, run, tree
 
 from ckptguard.core.errors import EnvironmentFailedError, UsageError
-from ckptguard.core.writing import Closing, Elements, Literal, TargetFile, WritePlan, widest_piece, windows
+from ckptguard.core.writing import Closing, Elements, Ending, Literal, TargetFile, WritePlan, widest_piece, windows
 from ckptguard.engine import write_calls, writing
 from ckptguard.engine.digests import file_digests
 from ckptguard.engine.staging import Staging
@@ -98,6 +98,43 @@ def test_elements_are_asked_for_once_and_in_whole_steps(tmp_path):
     assert all(end % 3000 == 0 for end in ends[:-1])
 
 
+@pytest.mark.parametrize("memory_bytes", [MEMORY_BYTES, 1 << 20])
+def test_one_crc_runs_over_several_elements_and_an_ending_knows_them_all(tmp_path, memory_bytes):
+    of = WritePlan(
+        (
+            TargetFile(
+                "f",
+                (
+                    Elements(1, 9000, 8),
+                    Elements(2, 77),
+                    Elements(3, 20_000, 1000),
+                    Closing(12, write_cases.tail, elements=2),
+                    Literal(b"between"),
+                    Elements(4, 0),
+                    Elements(5, 10),
+                    Closing(12, write_cases.tail, elements=2),
+                    Elements(6, 3),
+                    Ending(30, lambda crcs: b"%d:%08x,%08x" % (len(crcs), *crcs) + b"." * 11),
+                ),
+            ),
+            TargetFile("g", (Elements(7, 40), Closing(12, write_cases.tail), Ending(8, lambda crcs: b"%08x" % crcs))),
+        ),
+        "i",
+    )
+    data = {key: write_cases.content(key, length) for key, length in write_cases.lengths(of).items()}
+    first, second, third = (zlib.crc32(data[a] + data[b]) for a, b in ((2, 3), (4, 5), (7, 4)))
+    _, staging = written(tmp_path / "dst", of, Source(of), memory_bytes=memory_bytes, threads=2)
+    parts = [data[1], data[2], data[3], write_cases.tail(first), b"between", data[5], write_cases.tail(second), data[6]]
+    assert (staging / "f").read_bytes() == b"".join(parts) + b"2:%08x,%08x" % (first, second) + b"." * 11
+    assert (staging / "g").read_bytes() == data[7] + write_cases.tail(third) + b"%08x" % third
+
+
+def test_an_ending_is_never_cut():
+    file = TargetFile("f", (Literal(b"x" * 100), Ending(64, lambda crcs: bytes(64))))
+    assert widest_piece(WritePlan((file,), "")) == 64
+    assert [[piece.length_bytes for piece in window.pieces] for window in windows(file, 70)] == [[70], [30], [64]]
+
+
 def test_thousands_of_tiny_tensors_are_stored_by_few_calls(tmp_path, monkeypatch):
     parts = [(Literal(b"h" * 64), Elements(n, 10), Closing(12, write_cases.tail)) for n in range(5000)]
     of = WritePlan((TargetFile("f", tuple(part for row in parts for part in row)),), "i")
@@ -167,6 +204,8 @@ def test_the_manifest_has_the_files_of_one_directory(tmp_path):
 def test_plans_that_make_no_sense_are_refused():
     with pytest.raises(ValueError, match="follows no elements"):
         TargetFile("f", (Literal(b""), Closing(1, write_cases.tail)))
+    with pytest.raises(ValueError, match="follows 1 elements asks for the CRC-32 of 2"):
+        TargetFile("f", (Elements(1, 5), Literal(b""), Elements(1, 5), Closing(1, write_cases.tail, elements=2)))
     with pytest.raises(ValueError, match="planned twice"):
         WritePlan((TargetFile("f", ()), TargetFile("f", ())), "i")
     for path in ("", "/f", "../f", "a//f", "a/./f"):
