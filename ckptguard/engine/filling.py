@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
@@ -24,6 +24,10 @@ Array = npt.NDArray[Any]
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 _BFLOAT16 = BY_NAME["bfloat16"]
 _DIRECT_BYTES = 1 << 14  # shorter runs are gathered from a mapped file instead
+_REMOTE_DIRECT_BYTES = (
+    1 << 20
+)  # at a URL shorter runs are taken out of the range that covers them: a request takes its time
+_COVER_BYTES = 4 << 20
 
 
 class Filler:
@@ -94,13 +98,18 @@ class Filler:
         itemsize = at.dtype.itemsize
         first = at.span.offset_bytes + (at.first_element + part.first) * itemsize
         run, lines = _run(part)
-        if target.flags.c_contiguous and (lines == 1 or run * itemsize >= _DIRECT_BYTES):
+        direct_bytes = _DIRECT_BYTES if self._files.local else _REMOTE_DIRECT_BYTES
+        if target.flags.c_contiguous and (lines == 1 or run * itemsize >= direct_bytes):
             flat = memoryview(target.reshape(-1).view(np.uint8))
             step = run * itemsize
             for line, skipped in enumerate(_starts(part, run)):
                 self._files.read_into(at.span.file, first + skipped * itemsize, flat[line * step : (line + 1) * step])
             return
-        last = sum((n - 1) * s for n, s in zip(part.size, part.strides, strict=True))
+        if not self._files.local:
+            for piece, place in _covered(part, _COVER_BYTES // itemsize):
+                self._copy_cover(at, piece, target[place])
+            return
+        last = _last(part)
         with self._files.reading(at.span.file) as handle:
             page = first // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
             length = first - page + (last + 1) * itemsize
@@ -111,6 +120,15 @@ class Filler:
                 view = np.lib.stride_tricks.as_strided(items, part.size, strides, writeable=False)
                 target[...] = view
                 del view, items
+
+    def _copy_cover(self, at: Located, part: Piece, target: Array) -> None:
+        """Reads the range that covers a piece at once, and takes the piece out of it."""
+        itemsize = at.dtype.itemsize
+        items: Array = np.empty(_last(part) + 1, _WORDS[itemsize])
+        first = at.span.offset_bytes + (at.first_element + part.first) * itemsize
+        self._files.read_into(at.span.file, first, memoryview(items.view(np.uint8)))
+        strides = [s * itemsize for s in part.strides]
+        target[...] = np.lib.stride_tricks.as_strided(items, part.size, strides, writeable=False)
 
     def _odd(self, source: Stored, at: Located, part: Piece) -> Array:
         """A source that is stored strided or compressed: read whole, it is rare and was small so far."""
@@ -123,7 +141,7 @@ class Filler:
         """Computes the rows of a source that a piece meets, a few at a time, and takes its elements out of them."""
         width = source.shape[-1] if source.shape else 1
         for piece, place in _in_rows(part, width):
-            last = piece.first + sum((n - 1) * s for n, s in zip(piece.size, piece.strides, strict=True))
+            last = piece.first + _last(piece)
             begin, end = piece.first // width, last // width + 1
             rows = computing.rows(source, begin, end, self._read_rows).reshape(-1)
             items = rows[piece.first - begin * width :]
@@ -178,9 +196,30 @@ def _starts(part: Piece, run: int) -> list[int]:
     return starts
 
 
+def _last(part: Piece) -> int:
+    """The last source element of a piece, counted from its first."""
+    return sum((n - 1) * s for n, s in zip(part.size, part.strides, strict=True))
+
+
+def _covered(part: Piece, most: int) -> Iterator[tuple[Piece, tuple[slice, ...]]]:
+    """Cuts a piece into pieces that span at most so many source elements, each with its place in the piece."""
+    rest = [(part, (0,) * len(part.size))]
+    while rest:
+        piece, at = rest.pop()
+        if _last(piece) < most:
+            yield piece, tuple(slice(a, a + n) for a, n in zip(at, piece.size, strict=True))
+            continue
+        dim = max(range(len(piece.size)), key=lambda d: (piece.size[d] - 1) * piece.strides[d])
+        half = piece.size[dim] // 2
+        for begin, count in ((half, piece.size[dim] - half), (0, half)):
+            size = (*piece.size[:dim], count, *piece.size[dim + 1 :])
+            moved = (*at[:dim], at[dim] + begin, *at[dim + 1 :])
+            rest.append((replace(piece, size=size, first=piece.first + begin * piece.strides[dim]), moved))
+
+
 def _in_rows(part: Piece, width: int) -> list[tuple[Piece, Any]]:
     """Cuts a piece along its first long dim, so that no more than about a megabyte of rows is computed at once."""
-    last = sum((n - 1) * s for n, s in zip(part.size, part.strides, strict=True))
+    last = _last(part)
     most = max(width, 1 << 19)
     dim = next((d for d, n in enumerate(part.size) if n > 1), None)
     if last < most or dim is None or part.strides[dim] < width:

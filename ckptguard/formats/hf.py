@@ -17,6 +17,7 @@ from ckptguard.core.errors import NotFoundError, UnsupportedError
 from ckptguard.core.index import FileEntry, Index
 from ckptguard.core.problems import Problem
 from ckptguard.formats import hf_facts, hf_tables
+from ckptguard.formats.remote import RemoteDirectory, RemotePath, directory
 from ckptguard.formats.storage import Directory
 
 # Weights that are pickles, by the names that transformers and Meta's releases gave them. rng_state_0.pth, optimizer.pt
@@ -44,18 +45,19 @@ class HuggingFace:
         names = sorted(entry.name for entry in snapshot.iterdir())
         if any(n.endswith((hf_tables.SUFFIX, hf_tables.INDEX_SUFFIX)) or _PICKLED.fullmatch(n) for n in names):
             return None
-        below = next(snapshot.glob(f"*/*{hf_tables.SUFFIX}"), None)
-        elsewhere = f" (but some in {below.parent.name}/: give that directory)" if below else ""
+        below = next((p for p in sorted(snapshot.iterdir()) if p.is_dir() and _holds_weights(p)), None)
+        elsewhere = f" (but some in {below.name}/: give that directory)" if below else ""
         return f"no *{hf_tables.SUFFIX}{elsewhere}"
 
     def open_files(self, path: Path) -> Directory:
         """See ``Format.open_files``; a repository in the cache stands for the commit that its ``main`` names."""
         if path.is_file():
-            return _OneFile(path)
+            return RemoteDirectory(path.parent, only=path.name) if isinstance(path, RemotePath) else _OneFile(path)
         snapshot = _snapshot(path)
         if isinstance(snapshot, str):
             raise NotFoundError(f"{path}: {snapshot}")
-        return Directory(snapshot, blobs=_blobs(snapshot))
+        blobs = _blobs(snapshot)
+        return Directory(snapshot, blobs=blobs) if blobs else directory(snapshot)
 
     def read_index(self, files: Directory) -> Index:
         """See ``Format.read_index``."""
@@ -63,7 +65,7 @@ class HuggingFace:
         readable = [n for n in files.listing if n.endswith((hf_tables.SUFFIX, hf_tables.INDEX_SUFFIX)) and "/" not in n]
         if pickled and not readable:
             raise _pickles_only(files.root, pickled)
-        tensors, problems = hf_tables.read_tables(files, alone=isinstance(files, _OneFile))
+        tensors, problems = hf_tables.read_tables(files, alone=_alone(files))
         said, more = hf_facts.gather(files, source=_source(files.root))
         problems = [*_links(files), *problems, *more]
         if pickled:
@@ -72,6 +74,11 @@ class HuggingFace:
         roles = {name: role for name in files.listing if (role := hf_facts.role_of(name))}
         roles.update(dict.fromkeys(pickled, "pickled weights, not read"))
         return Index(self.name, str(files.root), tensors, {}, files.listing, roles, said, tuple(problems))
+
+
+def _alone(files: Directory) -> bool:
+    """Whether one file was asked for, not a directory."""
+    return isinstance(files, _OneFile) or (isinstance(files, RemoteDirectory) and files.only is not None)
 
 
 class _OneFile(Directory):
@@ -111,8 +118,14 @@ def _snapshot(path: Path) -> Path | str:
     return f"no refs/main, and snapshots/ holds {', '.join(p.name for p in found) or 'nothing'}: give one of them"
 
 
+def _holds_weights(folder: Path) -> bool:
+    return any(path.name.endswith(hf_tables.SUFFIX) for path in folder.iterdir())
+
+
 def _cached_repo(snapshot: Path) -> Path | None:
-    """The ``models--org--name`` directory that a snapshot belongs to, or None outside of the cache layout."""
+    """The ``models--org--name`` directory that a snapshot belongs to, or None outside of the cache layout (or in a store)."""
+    if isinstance(snapshot, RemotePath):
+        return None
     where = snapshot.resolve()
     repo = where.parent.parent
     return repo if where.parent.name == "snapshots" and repo.name.startswith(_REPO_PREFIX) else None

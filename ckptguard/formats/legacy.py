@@ -20,6 +20,7 @@ from ckptguard.core.problems import Problem
 from ckptguard.formats import facts
 from ckptguard.formats.chunks import Reader, row_major
 from ckptguard.formats.pickles import TensorRef
+from ckptguard.formats.remote import directory
 from ckptguard.formats.storage import Directory
 from ckptguard.formats.torch_zips import TorchZip
 
@@ -46,7 +47,7 @@ class LegacyTorch:
 
     def open_files(self, path: Path) -> Directory:
         """As ``Format.open_files``."""
-        return Directory(path)
+        return directory(path)
 
     def read_index(self, files: Directory) -> Index:
         """As ``Format.read_index``."""

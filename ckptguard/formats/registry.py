@@ -9,6 +9,7 @@ from pathlib import Path
 from ckptguard.core.errors import EnvironmentFailedError, NotFoundError, UnknownFormatError, UsageError
 from ckptguard.formats.base import Checkpoint, Format, steps_below, trackers_of
 from ckptguard.formats.chunks import Reader
+from ckptguard.formats.remote import path_of, refuse_unfinished
 
 # Module and class of each format, in the order they are tried; a module is imported when its turn comes.
 FORMATS = (
@@ -23,7 +24,8 @@ def open_checkpoint(path: str | os.PathLike[str], *, step: str | None = None) ->
     """Opens a checkpoint of any known format.
 
     Args:
-        path: An iteration directory, a root with a tracker, a Hugging Face snapshot, or a hub id ``org/name[@revision]``.
+        path: An iteration directory, a root with a tracker or a Hugging Face snapshot, as a path or a URL; or a hub id
+            ``org/name[@revision]``.
         step: Which iteration of a root ("123" or "release"); by default the tracker's.
 
     Returns:
@@ -65,20 +67,23 @@ def detect(chosen: Path) -> Format:
 
 
 def resolve(path: str | os.PathLike[str], *, step: str | None = None) -> Path:
-    """The directory (or single file) that a path, a root with a tracker or a hub id stands for.
+    """The directory (or single file) that a path or URL, a root with a tracker or a hub id stands for.
 
     Raises:
         NotFoundError, UsageError: As ``open_checkpoint``.
+        DamagedError: A target at a URL that is not whole yet.
+        EnvironmentFailedError: A store cannot be reached.
     """
-    where = Path(path)
+    where = path_of(path)
     if where.exists():
+        refuse_unfinished(where)
         return choose_step(where, step)
     from ckptguard.formats import hub
 
     if isinstance(path, str) and hub.looks_like_id(path):
         return choose_step(hub.download(path), step)
     raise NotFoundError(
-        f"{path}: no such file or directory", next_step="Check the path; a hub id has the form org/name."
+        f"{where}: no such file or directory", next_step="Check the path; a hub id has the form org/name."
     )
 
 

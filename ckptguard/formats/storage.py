@@ -10,13 +10,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
+from typing import ClassVar
 
 from ckptguard.core.errors import DamagedError, EnvironmentFailedError, NotFoundError
 from ckptguard.core.index import FileEntry, Span
 from ckptguard.core.problems import Problem
 
 _OPEN_FILES = 256
-_FOREIGN_FOLDERS = frozenset({".git", ".cache"})
+FOREIGN_FOLDERS = frozenset({".git", ".cache"})
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -25,6 +26,11 @@ def write_atomically(path: Path, data: bytes) -> None:
     Raises:
         EnvironmentFailedError: Disk full, no permission, read-only file system; nothing is left behind.
     """
+    from ckptguard.formats.remote import RemotePath  # which imports this module
+
+    if isinstance(path, RemotePath):
+        path.write_bytes(data)  # objects appear whole or not at all by themselves
+        return
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     try:
         with partial.open("wb") as file:
@@ -51,6 +57,8 @@ class Directory:
     Thread-safe; every method is idempotent. Names are POSIX paths relative to the root and never lead out of it: a
     symlink that does is refused, except into ``blobs`` (the Hugging Face cache's own store, two levels up).
     """
+
+    local: ClassVar[bool] = True  # whether its files have handles (``reading``)
 
     def __init__(self, root: Path, *, blobs: Path | None = None) -> None:
         self.root = root
@@ -86,7 +94,7 @@ class Directory:
                 for entry in entries:
                     name = f"{below}/{entry.name}" if below else entry.name
                     if entry.is_dir(follow_symlinks=False):
-                        if name not in _FOREIGN_FOLDERS:
+                        if name not in FOREIGN_FOLDERS:
                             pending.append(name)
                     else:
                         found[name] = self._entry(name, entry)

@@ -15,6 +15,7 @@ from ckptguard.core.index import Facts, Index, ObjectEntry, Span
 from ckptguard.core.problems import Problem
 from ckptguard.formats import dcp, facts
 from ckptguard.formats.chunks import Reader
+from ckptguard.formats.remote import directory
 from ckptguard.formats.storage import Directory
 
 CONFIG = "metadata.json"
@@ -58,7 +59,7 @@ class TorchDist:
 
     def open_files(self, path: Path) -> Directory:
         """As ``Format.open_files``."""
-        return Directory(path)
+        return directory(path)
 
     def read_index(self, files: Directory) -> Index:
         """As ``Format.read_index``."""
@@ -106,7 +107,7 @@ class Dcp:
 
     def open_files(self, path: Path) -> Directory:
         """As ``Format.open_files``."""
-        return Directory(path)
+        return directory(path)
 
     def read_index(self, files: Directory) -> Index:
         """As ``Format.read_index``."""
