@@ -13,8 +13,8 @@ from dataclasses import replace
 from ckptguard.convert.canonical import State
 from ckptguard.convert.sources import state_name, states_in
 from ckptguard.convert.target import Target, Wanted
-from ckptguard.core.boxes import Box, whole
-from ckptguard.core.pieces import Assembly, Piece, narrow, reshape
+from ckptguard.core.boxes import Box
+from ckptguard.core.pieces import Assembly, Piece, of_source
 from ckptguard.megatron.structure import Bucket, LocalTensor, Place, RankStructure
 
 
@@ -30,20 +30,16 @@ def of_buckets(state: State, target: Target, rank: RankStructure) -> Iterator[Wa
 
 def _of_bucket(state: State, key: str, bucket: Bucket, ranks: Sequence[int], kinds: Sequence[str]) -> Iterator[Wanted]:
     share = bucket.padded // len(ranks)
-    flats: dict[tuple[str, str], Assembly] = {}
+    known: dict[tuple[str, str], Assembly] = {}
     for number, rank in enumerate(ranks):
         for place, begin, end in _shares(bucket, number * share, min((number + 1) * share, bucket.numel)):
             for kind in kinds:
-                made = _zeros(end - begin)
+                made, run = of_source("", (end - begin,)), 0
                 if place is not None:
                     which = (kind, place.tensor.name)
-                    flats[which] = flats.get(which) or flat_state(state, kind, place.tensor)
-                    made = narrow(flats[which], 0, begin - place.begin, end - place.begin)
-                yield Wanted(rank, f"{key}.{kind}", (bucket.numel,), Box((begin,), (end - begin,)), made)
-
-
-def _zeros(length: int) -> Assembly:
-    return Assembly((length,), (Piece((0,), (length,), (1,), "", 0, (0,)),))
+                    known[which] = known.get(which) or local_state(state, kind, place.tensor)
+                    made, run = known[which], begin - place.begin
+                yield Wanted(rank, f"{key}.{kind}", (bucket.numel,), Box((begin,), (end - begin,)), made, run)
 
 
 def _shares(bucket: Bucket, low: int, high: int) -> Iterator[tuple[Place | None, int, int]]:
@@ -60,15 +56,15 @@ def _shares(bucket: Bucket, low: int, high: int) -> Iterator[tuple[Place | None,
         yield None, at, high
 
 
-def flat_state(state: State, kind: str, tensor: LocalTensor) -> Assembly:
-    """A state of a rank's own tensor, row-major, put together from its parts of global tensors."""
+def local_state(state: State, kind: str, tensor: LocalTensor) -> Assembly:
+    """A state of a rank's own tensor, put together from its parts of global tensors."""
     pieces: list[Piece] = []
     for part in tensor.parts:
         more = len(part.box.size) - len(part.local.size)
         for p in state.assembly(state_name(kind, part.key), part.box).pieces:
             offset = tuple(o + b for o, b in zip(p.offset[more:], part.local.offset, strict=True))
             pieces.append(replace(p, offset=offset, size=p.size[more:], step=p.step[more:], strides=p.strides[more:]))
-    return reshape(Assembly(tensor.shape, tuple(pieces)), (whole(tensor.shape).numel,))
+    return Assembly(tensor.shape, tuple(pieces))
 
 
 def names_in_buckets(state: State, target: Target) -> set[str]:

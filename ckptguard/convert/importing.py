@@ -11,6 +11,7 @@ from typing import Any, Literal
 from blake3 import blake3
 
 from ckptguard.convert.import_plan import ImportPlan, plan_import
+from ckptguard.convert.placing import COMMON_STATE, placed, with_common_state
 from ckptguard.convert.proof import prove
 from ckptguard.convert.quantised import SCALES_FILE
 from ckptguard.convert.shards import safetensors_file
@@ -19,12 +20,11 @@ from ckptguard.core.errors import DamagedError, UnsupportedError, UsageError
 from ckptguard.core.pieces import of_source
 from ckptguard.core.plan import Made
 from ckptguard.core.problems import Problem
-from ckptguard.core.writing import Closing, Elements, Part, TargetFile, WritePlan
-from ckptguard.core.writing import Literal as Bytes
+from ckptguard.core.writing import TargetFile, WritePlan
 from ckptguard.engine import structure as checks
 from ckptguard.engine.filling import Filler
 from ckptguard.engine.fingerprints import fingerprint_checkpoint
-from ckptguard.engine.proving import Summing, step_bytes
+from ckptguard.engine.proving import Summing
 from ckptguard.engine.staging import Staging
 from ckptguard.engine.workers import SILENT, Progress
 from ckptguard.engine.write_digests import digest_of, manifest_of
@@ -34,11 +34,10 @@ from ckptguard.fingerprint.values import Fingerprint
 from ckptguard.formats import torch_dist_writer as writer
 from ckptguard.formats.base import Checkpoint
 from ckptguard.formats.dcp import collector_paused, parse_table
-from ckptguard.formats.zip_frames import empty_tensor_in_list, frame
+from ckptguard.formats.zip_frames import empty_tensor_in_list
 from ckptguard.layout.layouts import Layout
 from ckptguard.megatron.hf_structure import Structure, ask_structure
 
-COMMON_STATE = "common_state/shard_0_1"
 _NOT_CARRIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", "index.json", FILE_NAME)
 _FLOATS = ("bfloat16", "float16", "float32")
 
@@ -143,14 +142,20 @@ def prepare(checkpoint: Checkpoint, model_id: str, options: ImportOptions, *, pr
     with collector_paused():  # a large model has a million values that live as long as the plan
         plan = plan_import(structure, tensors, dtypes=options.dtypes, drop=options.drop)
     _refuse_other_copies(checkpoint, plan, progress)
-    placed = _placed(plan, structure)
+    common = structure.files["common_state"]
+    files_placed = placed(
+        with_common_state(plan.files), lambda name: common if name == COMMON_STATE else empty_tensor_in_list()
+    )
     small = _carried(checkpoint)
     small |= {n.partition("/")[2]: data for n, data in structure.files.items() if n.startswith("iteration/")}
-    small |= {".metadata": writer.metadata_bytes([file for file, _ in placed]), "metadata.json": writer.config_bytes()}
+    small |= {
+        ".metadata": writer.metadata_bytes([file for file, _ in files_placed]),
+        "metadata.json": writer.config_bytes(),
+    }
     if not options.old_readers:
         small.pop("common.pt", None)
     root = {n.partition("/")[2]: data for n, data in structure.files.items() if n.startswith("root/")}
-    files = [TargetFile(f"{folder}/{file.name}", parts) for file, parts in placed]
+    files = [TargetFile(f"{folder}/{file.name}", parts) for file, parts in files_placed]
     scales = _scales(plan, structure) if options.keep_scales else ()
     if scales:
         files.append(safetensors_file(f"{folder}/{SCALES_FILE}", scales, first_key=len(plan.chunks)))
@@ -255,30 +260,6 @@ def _refuse_other_copies(checkpoint: Checkpoint, plan: ImportPlan, progress: Pro
             "; ".join(f"{copy} differs from {original}, but the model's config ties them" for copy, original in wrong),
             next_step="Nothing was written. Correct config.json, or leave the tensor out knowingly with --drop.",
         )
-
-
-def _placed(plan: ImportPlan, structure: Structure) -> list[tuple[writer.PlacedFile, tuple[Part, ...]]]:
-    """Every rank's file, and its bytes as parts of a write plan. Elements are numbered in the plan's order of chunks."""
-    out: list[tuple[writer.PlacedFile, tuple[Part, ...]]] = []
-    key = 0
-    for file in plan.files:
-        blobs = [writer.BlobToWrite(name, empty_tensor_in_list()) for name in file.objects]
-        if not out:
-            blobs.append(writer.BlobToWrite(COMMON_STATE, structure.files["common_state"]))
-        chunks = [writer.ChunkToWrite(c.name, c.dtype, c.shape, c.box) for c in file.chunks]
-        placed = writer.place(writer.file_name(file.rank), writer.ordered([*blobs, *chunks]))
-        parts: list[Part] = [Bytes(blob.data) for blob in blobs]
-        for chunk in file.chunks:
-            parts += _parts(chunk, key)
-            key += 1
-        out.append((placed, tuple(parts)))
-    return out
-
-
-def _parts(chunk: Made, key: int) -> list[Part]:
-    zipped = frame(chunk.dtype, chunk.box.size)
-    step = step_bytes(chunk) if chunk.size_bytes else 1
-    return [Bytes(zipped.head), Elements(key, zipped.data_bytes, step), Closing(zipped.tail_bytes, zipped.tail)]
 
 
 def _scales(plan: ImportPlan, structure: Structure) -> tuple[Made, ...]:

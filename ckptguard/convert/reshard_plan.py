@@ -57,7 +57,8 @@ def plan_torch_dist(state: State, target: Target) -> ReshardPlan:
     dtype_of = _DTypes(state)
     files: dict[int, list[Made]] = {}
     for item, assembly in zip(wanted, _assemblies(state, wanted), strict=True):
-        files.setdefault(item.rank, []).append(Made(item.name, dtype_of(item.name), item.shape, item.box, assembly))
+        made = Made(item.name, dtype_of(item.name), item.shape, item.box, assembly, run=item.run)
+        files.setdefault(item.rank, []).append(made)
     objects: dict[int, list[str]] = {}
     for rank in target.structures.ranks:
         objects.setdefault(target.rank_of(rank), []).extend(rank.objects)

@@ -70,7 +70,8 @@ def state_of(index: Index, structures: Structures | None = None) -> State:
             tensors[tensor.name] = tensor
         elif ".dp_group_idx_" in name or ":" in name:
             raise UnsupportedError(
-                f"{index.location}: {name}: this form of optimizer state ({index.facts.optimizer_format}) cannot be taken apart",
+                f"{index.location}: {name}: this form of optimizer state ({index.facts.optimizer_format}) cannot be taken"
+                " apart",
                 next_step="Convert the weights alone with --optimizer none.",
             )
         else:

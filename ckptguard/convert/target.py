@@ -45,7 +45,7 @@ class Target:
     def optimizer_groups(self, rank: RankStructure) -> Iterator[tuple[str, tuple[Buffer, ...], list[int]]]:
         """(prefix of the keys, buffers, global ranks that share the state) of the optimizers whose first rank this is.
 
-        Source: megatron/core/optimizer/distrib_optimizer.py ``sharded_state_dict`` and optimizer.py ``ChainedOptimizer`` (0.19.2).
+        Source: megatron/core/optimizer/{distrib_optimizer,optimizer}.py ``sharded_state_dict`` (0.19.2).
         """
         grid, at = self.grid, rank.at
         if not at["dense_dp"]:
@@ -68,6 +68,7 @@ class Wanted:
         shape: Of the whole stored tensor.
         box: Which part.
         made: What it is made of, where that is known already; else the global tensor of this name has it.
+        run: As ``Made.run``.
     """
 
     rank: int
@@ -75,3 +76,4 @@ class Wanted:
     shape: tuple[int, ...]
     box: Box
     made: Assembly | None = None
+    run: int | None = None

@@ -298,7 +298,7 @@ def _regroup(old_shape: Sequence[int], new_shape: Sequence[int], p: Piece, old: 
     extents = [new_shape[d] for d in new]
     weights = row_major(extents)
     for start, length, skipped, stride in _runs([(old_shape[d], p.offset[d], p.size[d], p.strides[d]) for d in old]):
-        for offset, size, begin in _boxes_of_run(extents, weights, start, length):
+        for offset, size, begin in boxes_of_run(extents, start, length):
             strides = tuple(weight * stride for weight in weights)
             yield offset, size, strides, skipped + begin * stride
 
@@ -321,28 +321,34 @@ def _runs(dims: Sequence[tuple[int, int, int, int]]) -> Iterator[tuple[int, int,
                 yield (offset + i) * inner + start, length, skipped + i * stride, within
 
 
-def _boxes_of_run(
-    extents: Sequence[int], weights: Sequence[int], start: int, length: int
+def boxes_of_run(
+    extents: Sequence[int], start: int, length: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """Boxes (offset, size, elements of the run before it) that a row-major run of elements fills, at most two a dim and one."""
+    """Boxes (offset, size, elements of the run before it) that a row-major run of elements fills, at most two a dim and one.
+
+    Args:
+        extents: Shape of the tensor that is counted row-major.
+        start: First element of the run.
+        length: Number of its elements.
+    """
     if not extents:
         yield (), (), 0
         return
-    row, at = weights[0], start
+    row, at = prod(extents[1:]), start
     end = start + length
     if len(extents) == 1:
         yield (start,), (length,), 0
         return
     if at % row or end - at < row:  # the head, within one row
         stop = min(end, (at // row + 1) * row)
-        for offset, size, begin in _boxes_of_run(extents[1:], weights[1:], at % row, stop - at):
+        for offset, size, begin in boxes_of_run(extents[1:], at % row, stop - at):
             yield (at // row, *offset), (1, *size), begin + at - start
         at = stop
     if (rows := (end - at) // row) > 0:
         yield (at // row, *(0 for _ in extents[1:])), (rows, *extents[1:]), at - start
         at += rows * row
     if at < end:
-        for offset, size, begin in _boxes_of_run(extents[1:], weights[1:], 0, end - at):
+        for offset, size, begin in boxes_of_run(extents[1:], 0, end - at):
             yield (at // row, *offset), (1, *size), begin + at - start
 
 

@@ -61,6 +61,8 @@ class Made:
         box: Which part.
         assembly: What it is made of, in coordinates whose zero is the box's corner.
         scale: Of an fp8 weight: its elements are assembled in bfloat16 and divided by these scales.
+        run: Of a chunk that is a row of elements out of a tensor of more dims, which is what ``assembly`` then describes: the
+            row-major number of the chunk's first element in it. None if the assembly has the box's own shape.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Made:
     box: Box
     assembly: Assembly
     scale: Stored | None = None
+    run: int | None = None
 
     @property
     def size_bytes(self) -> int:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ckptguard.core.boxes import Box
 from ckptguard.core.dtypes import BY_NAME, DType
-from ckptguard.core.pieces import Piece
+from ckptguard.core.pieces import Piece, boxes_of_run
 from ckptguard.core.plan import Computed, Made, Sources, Stored
 from ckptguard.engine import computing
 from ckptguard.formats.base import Checkpoint
@@ -49,6 +49,9 @@ class Filler:
     def __call__(self, key: int, begin_bytes: int, out: memoryview, /) -> None:
         """Fills ``out`` with bytes ``[begin_bytes, begin_bytes + len(out))`` of a chunk; whole rows (``row_bytes``)."""
         chunk = self.chunks[key]
+        if chunk.run is not None:
+            self._fill_run(chunk, chunk.run, begin_bytes, out)
+            return
         dim, row = _rows(chunk)
         first, count = begin_bytes // row, len(out) // row
         size = (*chunk.box.size[:dim], count, *chunk.box.size[dim + 1 :]) if chunk.box.size else ()
@@ -60,6 +63,13 @@ class Filler:
         values: Array = np.empty(size, np.uint16)
         self._assemble(chunk, window, values, _BFLOAT16)
         target[...] = computing.to_fp8(values, chunk, first, self._read_rows)
+
+    def _fill_run(self, chunk: Made, first: int, begin_bytes: int, out: memoryview) -> None:
+        """As ``__call__``, for a chunk that is a row of elements of the tensor that its assembly describes."""
+        flat: Array = np.frombuffer(out, _WORDS[chunk.dtype.itemsize])
+        start = first + begin_bytes // chunk.dtype.itemsize
+        for offset, size, before in boxes_of_run(chunk.assembly.shape, start, len(flat)):
+            self._assemble(chunk, Box(offset, size), flat[before : before + prod(size)].reshape(size), chunk.dtype)
 
     def stands_for(self, chunk: Made, begin: int, small: Array, values: Array) -> bool:
         """Whether fp8 words, rows from ``begin`` on of a weight with scales, stand for these words of bfloat16."""
