@@ -3,80 +3,25 @@
 With these a stored chunk is written as head, data, tail, in one pass and without torch, and is the file that torch.save
 writes for a contiguous CPU tensor that owns its whole storage and needs no gradient, which is what Megatron hands it.
 
-Source: torch/serialization.py (``_save``), torch/_tensor.py (``_reduce_ex_internal``), caffe2/serialize/inline_container.cc
-and its miniz (torch 2.14.1). Records are stored plainly, each one's data at a multiple of 64 bytes, reached by a filler
-field ``FB``; their CRC-32 follows them in a data descriptor. From 4 GiB on sizes and offsets stand in zip64 fields.
+Source: torch/serialization.py (``_save``), torch/_tensor.py (``_reduce_ex_internal``) (torch 2.14.1); ``zip_records`` says
+what surrounds a record.
 """
 
 from __future__ import annotations
 
 import pickle
 import struct
-import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
 from ckptguard.core.dtypes import BY_STORAGE_CLASS, DType
+from ckptguard.formats.zip_records import Record, after_storages, before_storages
 
-ALIGNMENT_BYTES = 64
-_ARCHIVE = "archive/"  # torch names a zip that it writes to a stream so, whatever the file is called
-_LOCAL = struct.Struct("<4s5H3L2H")
-_CENTRAL = struct.Struct("<4s6H3L5H2L")
-_DESCRIPTOR = struct.Struct("<4s3L")
-_DESCRIPTOR64 = struct.Struct("<4sL2Q")
-_END64 = struct.Struct("<4sQ2H2L4Q")
-_END64_LOCATOR = struct.Struct("<4sLQL")
-_END = struct.Struct("<4s4H2LH")
-_WIDE = 0xFFFFFFFF  # values from here on stand in a zip64 field, and this in their own place
-_UTF8_NAME, _CRC_FOLLOWS = 0x0800, 0x0008
-_MADE_BY, _NEEDS = 0x031E, 0x002D  # the zip versions that miniz states: Unix 3.0, and 4.5 for zip64
-_WORD = (1 << 64) - 1
-# The first half of the serialization id is a hash over the record names, in the order of libstdc++'s hash table; the records
-# of one tensor are always the same.
+_ARCHIVE = "archive"  # torch names a zip that it writes to a stream so, whatever the file is called
+# The first half of the serialization id; the records of one tensor are always the same.
 _NAMES_HASH = 15728199511854643026
 _STORAGE_CLASS = {dtype: name for name, dtype in BY_STORAGE_CLASS.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class _Record:
-    """A record of a zip: its place and, once known, the CRC-32 of its data."""
-
-    name: str
-    begin_bytes: int
-    length_bytes: int
-    crc32: int
-
-    @property
-    def flags(self) -> int:
-        return _UTF8_NAME | (_CRC_FOLLOWS if self.length_bytes else 0)
-
-    def header(self) -> bytes:
-        """The local header, filled up so that the data begin at a multiple of 64 bytes."""
-        name = (_ARCHIVE + self.name).encode()
-        wide = self._wide_fields(local=True)
-        filler = -(self.begin_bytes + _LOCAL.size + len(name) + len(wide) + 4) % ALIGNMENT_BYTES
-        extra = wide + struct.pack("<2sH", b"FB", filler) + b"Z" * filler
-        return _LOCAL.pack(b"PK\x03\x04", 0, self.flags, 0, 0, 0, 0, 0, 0, len(name), len(extra)) + name + extra
-
-    def descriptor(self) -> bytes:
-        """What follows the data; nothing after a record without data."""
-        if not self.length_bytes:
-            return b""
-        layout = _DESCRIPTOR64 if max(self.begin_bytes, self.length_bytes) >= _WIDE else _DESCRIPTOR
-        return layout.pack(b"PK\x07\x08", self.crc32, self.length_bytes, self.length_bytes)
-
-    def entry(self) -> bytes:
-        """The entry in the directory at the zip's end."""
-        name, wide, length = (_ARCHIVE + self.name).encode(), self._wide_fields(), min(self.length_bytes, _WIDE)
-        fields = (0, 0, self.flags, 0, 0, 0, self.crc32, length, length, len(name), len(wide), 0, 0, 0, 0)
-        return _CENTRAL.pack(b"PK\x01\x02", *fields, min(self.begin_bytes, _WIDE)) + name + wide
-
-    def _wide_fields(self, *, local: bool = False) -> bytes:
-        """The zip64 field. A local one is written before miniz knows the stored size, and says 0 for it."""
-        values = [self.length_bytes, 0 if local else self.length_bytes] if self.length_bytes >= _WIDE else []
-        values += [self.begin_bytes] if self.begin_bytes >= _WIDE else []
-        return struct.pack(f"<2H{len(values)}Q", 1, 8 * len(values), *values) if values else b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +38,7 @@ class Frame:
     head: bytes
     data_bytes: int
     tail_bytes: int
-    records: tuple[_Record, ...]
+    records: tuple[Record, ...]
 
     @property
     def data_begin_bytes(self) -> int:
@@ -139,57 +84,16 @@ def empty_tensor_in_list() -> bytes:
 
 @lru_cache(maxsize=4096)
 def _frame(dtype: DType, size: tuple[int, ...], *, in_list: bool) -> Frame:
-    parts, records, at = [], [], 0
-    for name, data in (
-        ("data.pkl", _pickle(dtype, size, in_list=in_list)),
-        (".format_version", b"1"),
-        (".storage_alignment", str(ALIGNMENT_BYTES).encode()),
-        ("byteorder", b"little"),
-    ):
-        record = _Record(name, at, len(data), zlib.crc32(data))
-        stored = record.header() + data + record.descriptor()
-        parts.append(stored)
-        records.append(record)
-        at += len(stored)
-    record = _Record("data/0", at, prod(size) * dtype.itemsize, 0)
-    head, known = b"".join([*parts, record.header()]), (*records, record)
-    return Frame(head, record.length_bytes, len(_tail(known, 0)), known)
+    head, records = before_storages(_ARCHIVE, _pickle(dtype, size, in_list=in_list))
+    data = Record(_ARCHIVE, "data/0", len(head), prod(size) * dtype.itemsize)
+    known = (*records, data)
+    return Frame(head + data.header(), data.length_bytes, len(_tail(known, 0)), known)
 
 
-def _tail(before: tuple[_Record, ...], crc32: int) -> bytes:
+def _tail(before: tuple[Record, ...], crc32: int) -> bytes:
     *records, data = before
-    data = _Record(data.name, data.begin_bytes, data.length_bytes, crc32)
-    parts = [data.descriptor()]
-    at = data.begin_bytes + len(data.header()) + data.length_bytes + len(parts[0])
-    version = b"3\n"
-    records += [data, _Record("version", at, len(version), zlib.crc32(version))]
-    for value in (version, None):  # the serialization id needs the CRC-32 of all records before it
-        if value is None:
-            value = f"{_NAMES_HASH:020d}{_combined(records):020d}".encode()
-            records.append(_Record(".data/serialization_id", at, len(value), zlib.crc32(value)))
-        stored = records[-1].header() + value + records[-1].descriptor()
-        parts.append(stored)
-        at += len(stored)
-    directory = b"".join(record.entry() for record in records)
-    count, size, end = len(records), len(directory), at + len(directory)
-    return b"".join(
-        [
-            *parts,
-            directory,
-            _END64.pack(b"PK\x06\x06", _END64.size - 12, _MADE_BY, _NEEDS, 0, 0, count, count, size, at),
-            _END64_LOCATOR.pack(b"PK\x06\x07", 0, end, 1),
-            _END.pack(b"PK\x05\x06", 0, 0, count, count, size, min(at, _WIDE), 0),
-        ]
-    )
-
-
-def _combined(records: list[_Record]) -> int:
-    """What ``hash_combine`` makes of the CRC-32 of every record with data; torch sees them pass in the descriptors."""
-    seed = 0
-    for record in records:
-        if record.length_bytes:
-            seed ^= (record.crc32 + 0x9E3779B9 + (seed << 6) + (seed >> 2)) & _WORD
-    return seed
+    data = replace(data, crc32=crc32)
+    return data.descriptor() + after_storages([*records, data], _NAMES_HASH)
 
 
 def _pickle(dtype: DType, size: tuple[int, ...], *, in_list: bool) -> bytes:
