@@ -32,7 +32,7 @@ from ckptguard.core.index import FileEntry, Span
 from ckptguard.core.problems import Problem
 from ckptguard.formats.storage import FOREIGN_FOLDERS, Directory
 
-JOURNAL = ".ckptguard-journal"  # below a target at a URL until it is whole
+UNFINISHED = ".ckptguard-journal/run.json"  # below a target at a URL for as long as it is not whole
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _SMALL_BYTES = 64 << 10  # shorter reads are served from blocks: they are headers, and their neighbours come next
 _BLOCK_BYTES = 256 << 10
@@ -101,15 +101,16 @@ class Store:
         return f"{self.scheme}://{key.lstrip('/')}"
 
     @contextmanager
-    def asked(self, key: str, doing: str) -> Iterator[None]:
+    def asked(self, key: str, doing: str, *, there: bool = True) -> Iterator[None]:
         """Turns whatever the file system raises in the block into errors of ours that name the URL.
 
         Args:
             key: Path in the file system.
             doing: What the block does, as in "cannot be read".
+            there: The path is expected to be there.
 
         Raises:
-            NotFoundError: Nothing is there.
+            NotFoundError: It is not.
             EnvironmentFailedError: Anything else: network, credentials, a fault of the store.
         """
         try:
@@ -117,6 +118,8 @@ class Store:
         except CkptguardError:
             raise
         except FileNotFoundError as error:
+            if not there:
+                raise _failed(self.url(key), doing, error) from error
             raise NotFoundError(f"{self.url(key)}: no such file, though the checkpoint names it") from error
         except Exception as error:  # fsspec's file systems have no common error: each raises its library's own
             raise _failed(self.url(key), doing, error) from error
@@ -236,7 +239,7 @@ class RemotePath(PosixPath):
 
     def write_bytes(self, data: Any) -> int:
         """Makes an object, at once and whole."""
-        with self.store.asked(self.key, f"cannot be written ({len(data)} bytes)"):
+        with self.store.asked(self.key, f"cannot be written ({len(data)} bytes)", there=False):
             self.store.files.pipe_file(self.key, bytes(data))
         return len(data)
 
@@ -344,10 +347,11 @@ class RemoteDirectory(Directory):
 
     def _refuse_shortened(self, name: str, span: Span) -> None:
         """A range beyond the end is an error of the store: tells an object that was replaced by a shorter one."""
+        size = span.end_bytes
         with suppress(Exception):  # the store may be gone altogether; then that is what is told
             size = int(self._store.files.info(self._key(name))["size"])
-            if size < span.end_bytes:
-                raise self._short(span, size)
+        if size < span.end_bytes:
+            raise self._short(span, size)
 
     def _key(self, name: str) -> str:
         parts = PurePosixPath(name)
@@ -380,10 +384,10 @@ def refuse_unfinished(where: Path) -> None:
     if not isinstance(where, RemotePath):
         return
     for root in (where, where.parent):
-        if root.key.strip("./") and (root / JOURNAL).is_dir():
-            message = f"{root}: unfinished: {JOURNAL}/ is there, which the command that writes it removes at the end"
+        if root.key.strip("./") and (root / UNFINISHED).is_file():
+            message = f"{root}: unfinished: {UNFINISHED} is there, which the command that writes it removes at the end"
             raise DamagedError(
                 message,
-                problems=[Problem("missing-file", message, file=JOURNAL)],
+                problems=[Problem("missing-file", message, file=UNFINISHED)],
                 next_step="Run the command that was writing it again with the same arguments: it goes on where it stopped.",
             )
