@@ -1,0 +1,440 @@
+"""``ckptguard reshard``: from one layout or form to another, proved to hold the same state."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from blake3 import blake3
+
+from ckptguard.convert.import_plan import RankFile
+from ckptguard.convert.placing import COMMON_STATE, placed, with_common_state
+from ckptguard.convert.reshard_plan import ReshardPlan, plan_torch_dist
+from ckptguard.convert.reshard_proof import common_shapes, prints_of
+from ckptguard.convert.reshard_source import (
+    ReshardSource,
+    asks_for_source,
+    layout_of,
+    open_source,
+    refuse_unfit,
+)
+from ckptguard.convert.sources import split_state, state_of
+from ckptguard.convert.target import OptimizerForm, Target
+from ckptguard.core.errors import DamagedError, UnsupportedError, UsageError
+from ckptguard.core.index import Index
+from ckptguard.core.plan import Made
+from ckptguard.core.problems import Problem
+from ckptguard.core.writing import Elements, TargetFile, WritePlan
+from ckptguard.engine.filling import Filler
+from ckptguard.engine.fingerprints import fingerprint_checkpoint
+from ckptguard.engine.proving import Summing, different
+from ckptguard.engine.staging import Staging
+from ckptguard.engine.workers import SILENT, Following, Progress
+from ckptguard.engine.write_digests import digest_of, manifest_of
+from ckptguard.engine.writing import write
+from ckptguard.fingerprint.manifest import FILE_NAME, FileDigest, parse
+from ckptguard.fingerprint.values import Fingerprint
+from ckptguard.formats import torch_dist_writer as writer
+from ckptguard.formats.base import Checkpoint
+from ckptguard.formats.chunks import Reader
+from ckptguard.formats.dcp import collector_paused, parse_table
+from ckptguard.formats.storage import Directory
+from ckptguard.formats.zip_frames import empty_tensor_in_list
+from ckptguard.layout.layouts import Layout
+from ckptguard.layout.ranks import Grid
+from ckptguard.megatron.reshard_args import target_args
+from ckptguard.megatron.restate import Restate, Restated, restate
+from ckptguard.megatron.structure import Structures, structures_for
+
+OptimizerChoice = Literal["keep", "dp_reshardable", "fully_reshardable", "none"]
+_SHARDED = ("dp_reshardable", "fully_reshardable")
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardOptions:
+    """What a user may choose.
+
+    Attributes:
+        layout: Target layout.
+        optimizer: Form of the optimizer's state; "keep" is the source's where it still exists, else ``fully_reshardable``.
+        old_readers: Also write common.pt, which readers before Megatron Core 0.19 need.
+        verify: Prove the result before it appears.
+        memory_bytes: Most bytes of buffers.
+        threads: Worker threads.
+    """
+
+    layout: Layout = field(default_factory=Layout)
+    optimizer: OptimizerChoice = "keep"
+    old_readers: bool = False
+    verify: bool = True
+    memory_bytes: int = 2 << 30
+    threads: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardPrepared:
+    """A resharding that has been planned and can be run.
+
+    Attributes:
+        source: The open source.
+        target: The ranks of the target, and its optimizer's form.
+        layout: Of the target, with everything that was left open filled in.
+        plan: What is written.
+        side_files: Files that go along as they are; after the plan's chunks in the order of elements.
+        write_plan: The files, byte by byte.
+        small: Files of the iteration directory that are written last, by name.
+        root_files: Files of the root, by name.
+        folder: Name of the iteration directory.
+        notes: What changes beside the layout; sentences for the user.
+    """
+
+    source: ReshardSource
+    target: Target
+    layout: Layout
+    plan: ReshardPlan
+    side_files: tuple[Made, ...]
+    write_plan: WritePlan
+    small: Mapping[str, bytes]
+    root_files: Mapping[str, bytes]
+    folder: str
+    notes: tuple[str, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all files."""
+        small = sum(len(data) for data in {**self.small, **self.root_files}.values())
+        return sum(file.size_bytes for file in self.write_plan.files) + small
+
+    def goes_along(self, name: str) -> bool:
+        """Whether a global tensor of the source is in the target."""
+        return self.target.optimizer is not None or split_state(name) is None
+
+
+@dataclass(frozen=True, slots=True)
+class Resharded:
+    """What a resharding did.
+
+    Attributes:
+        path: The new root.
+        seal: Of its manifest.
+        proved: How many global tensors were proved to be in it; None if that was left out.
+        written_bytes: Bytes of all files.
+    """
+
+    path: Path
+    seal: str
+    proved: int | None
+    written_bytes: int
+
+
+def prepare_reshard(checkpoint: Checkpoint, options: ReshardOptions) -> ReshardPrepared:
+    """Plans a resharding; nothing is written.
+
+    Args:
+        checkpoint: An open Megatron checkpoint.
+        options: The user's choices.
+
+    Raises:
+        UsageError: The layout is not possible for this model; names what does not divide.
+        DamagedError: The source is damaged or incomplete.
+        UnsupportedError: Its model, form of state, or a tensor; all of a kind at once.
+    """
+    refuse_unfit(checkpoint)
+    facts = checkpoint.index.facts
+    form = _form(checkpoint.index, options.optimizer)
+    wanted = target_args(
+        facts.args, options.layout, optimizer=_sharded(form),
+        vocabulary_rows=_vocabulary_rows(checkpoint.index), keep_rng=True,
+    )  # fmt: skip
+    own, structures = _ask(checkpoint.index, wanted.args)
+    target = Target(structures, _grid(wanted.args), form, _instances(wanted.args))
+    if form in _SHARDED and structures.no_buckets:
+        raise UnsupportedError(
+            f"the target's optimizer buckets cannot be derived from the stored args: {structures.no_buckets}",
+            next_step="Convert the weights alone with --optimizer none.",
+        )
+    with collector_paused():  # a large model has a million values that live as long as the plan
+        source = open_source(checkpoint, own)
+        plan = plan_torch_dist(source.state, target)
+    layout = layout_of(wanted.args)
+    state = _restated(source, target, layout, wanted.changes, options)
+    files, carried = _with_objects(source, target, plan, state)
+    return _prepared(source, target, layout, plan, files, state, options, (*wanted.notes, *state.notes, *carried))
+
+
+def _form(index: Index, choice: OptimizerChoice) -> OptimizerForm | None:
+    """The form of the target's optimizer state."""
+    stored = index.facts.optimizer_format
+    has_state = any(
+        split_state(name) or "dp_group_idx_" in name or "distrib_optim.pt" in name for name in index.tensors
+    )
+    if choice == "none" or not has_state:
+        if choice in _SHARDED:
+            raise UsageError(f"--optimizer {choice}: {index.location} holds no optimizer state")
+        return None
+    distributed = bool(index.facts.args.get("use_distributed_optimizer"))
+    if not distributed:
+        if choice in _SHARDED:
+            raise UsageError(
+                f"--optimizer {choice}: the run of {index.location} did not use the distributed optimizer",
+                next_step="Leave --optimizer out: its state is resharded in the form that it has.",
+            )
+        return "plain"
+    if choice == "keep":
+        return "dp_reshardable" if stored == "dp_reshardable" else "fully_reshardable"
+    return choice
+
+
+def _sharded(form: OptimizerForm | None) -> Literal["dp_reshardable", "fully_reshardable"] | None:
+    """The form, if it is one of the distributed optimizer's."""
+    return form if form != "plain" else None
+
+
+def _vocabulary_rows(index: Index) -> int | None:
+    """Rows of the stored embedding, padding included."""
+    entry = index.tensors.get("embedding.word_embeddings.weight")
+    return entry.shape[0] if entry is not None else None
+
+
+def _ask(index: Index, args: Mapping[str, object]) -> tuple[Structures | None, Structures]:
+    """What Megatron says of the source's own layout, where that is needed, and of the target's."""
+    content = index.facts.content_metadata
+    questions = [(args, content, None)]
+    if asks_for_source(index):
+        questions.insert(0, (index.facts.args, content, None))
+    answers = structures_for(questions)
+    return (answers[0] if len(answers) > 1 else None), answers[-1]
+
+
+def _grid(args: Mapping[str, object]) -> Grid:
+    def size(name: str) -> int:
+        value = args.get(name)
+        return value if isinstance(value, int) and value > 0 else 1
+
+    return Grid(
+        tp=size("tensor_model_parallel_size"), pp=size("pipeline_model_parallel_size"), cp=size("context_parallel_size"),
+        dp=size("data_parallel_size"), etp=size("expert_tensor_parallel_size"), ep=size("expert_model_parallel_size"),
+        stages_first=bool(args.get("use_tp_pp_dp_mapping")),
+    )  # fmt: skip
+
+
+def _instances(args: Mapping[str, object]) -> int:
+    value = args.get("num_distributed_optimizer_instances")
+    return value if isinstance(value, int) and value > 0 else 1
+
+
+def _restated(
+    source: ReshardSource, target: Target, layout: Layout, changes: Mapping[str, object], options: ReshardOptions
+) -> Restated:
+    before, groups, buffers = source.layout, [], {}
+    for rank in target.structures.ranks if target.optimizer in _SHARDED else ():
+        for prefix, own, _ in target.optimizer_groups(rank):
+            groups.append((prefix, prefix.startswith("chained_1.")))
+            buffers[prefix] = own
+    question = Restate(
+        common=source.common(),
+        iteration=source.iteration,
+        layout_changed=(before.tp, before.pp) != (layout.tp, layout.pp),
+        world_changed=(before.tp, before.pp, before.dp, before.cp) != (layout.tp, layout.pp, layout.dp, layout.cp),
+        has_rng=bool(source.objects_named("rng_state/")),
+        args_changes=changes,
+        optimizer_format=_sharded(target.optimizer),
+        group_states=source.group_states(),
+        groups=tuple(groups),
+        buffers=buffers if target.optimizer == "dp_reshardable" else {},
+        run_config=source.file("run_config.yaml"),
+        train_state=source.file("train_state.pt"),
+        old_readers=options.old_readers,
+    )
+    return restate(question)
+
+
+def _with_objects(
+    source: ReshardSource, target: Target, plan: ReshardPlan, state: Restated
+) -> tuple[dict[int, tuple[str, ...]], list[str]]:
+    """Names of the objects that each rank's file holds, in Megatron's order, and what is to be said of them."""
+    by_rank: dict[int, list[str]] = {file.rank: list(file.objects) for file in plan.files}
+    for rank in target.structures.ranks:
+        for prefix, _, ranks in target.optimizer_groups(rank):
+            names = [name for name in state.objects if name.startswith(f"{prefix}.")]
+            by_rank.setdefault(ranks[0], []).extend(names)
+    first = min(by_rank)
+    for keep, kind in ((state.keep_rerun, "rerun_state_machine_state/"), (state.keep_rng, "rng_state/")):
+        for name in source.objects_named(kind) if keep else ():
+            by_rank.setdefault(_rank_of_object(name, target), []).append(name)
+    wanted = {name for file in plan.files for name in file.objects}
+    own = source.own_objects()
+    left = [name for name in own if name not in wanted]
+    by_rank[first] += left
+    notes = []
+    if left:
+        notes.append(f"{len(left)} objects that the model does not ask for go along as they are, such as {left[0]}")
+    empty = [name for name in wanted if name not in source.index.objects]
+    if empty:
+        notes.append(
+            f"{len(empty)} objects that are not stored are written empty, as of modules without fp8: {empty[0]}..."
+        )
+    return {rank: tuple(names) for rank, names in by_rank.items()}, notes
+
+
+def _rank_of_object(name: str, target: Target) -> int:
+    """The rank that saves an object of its own: ``rng_state/shard_PP.TP_...``, ``rerun_state_machine_state/shard_RANK_...``."""
+    at = [int(part) for part in name.partition("/shard_")[2].partition("_")[0].split(".")]
+    return target.grid.dense(at[1], at[0]) if name.startswith("rng_state/") else at[0]
+
+
+def _prepared(
+    source: ReshardSource,
+    target: Target,
+    layout: Layout,
+    plan: ReshardPlan,
+    objects: Mapping[int, tuple[str, ...]],
+    state: Restated,
+    options: ReshardOptions,
+    notes: tuple[str, ...],
+) -> ReshardPrepared:
+    chunks = {file.rank: file.chunks for file in plan.files}
+    files = with_common_state([RankFile(rank, names, chunks.get(rank, ())) for rank, names in sorted(objects.items())])
+
+    def blob_of(name: str) -> bytes:
+        if name == COMMON_STATE:
+            return state.common_state
+        if name in state.objects:
+            return state.objects[name]
+        return source.blob(name) if name in source.index.objects else empty_tensor_in_list()
+
+    on_disk = placed(files, blob_of)
+    folder = "release" if source.iteration == "release" else f"iter_{source.iteration:07d}"
+    side = source.side_files()
+    small = {**state.iteration_files, ".metadata": writer.metadata_bytes([file for file, _ in on_disk])}
+    small["metadata.json"] = writer.config_bytes()
+    targets = [TargetFile(f"{folder}/{file.name}", parts) for file, parts in on_disk]
+    count = sum(len(file.chunks) for file in plan.files)
+    targets += [TargetFile(f"{folder}/{m.name}", (Elements(k, m.size_bytes),)) for k, m in enumerate(side, count)]
+    identity = _identity(source, small, state.root_files, layout, options)
+    return ReshardPrepared(
+        source, target, layout, plan, side, WritePlan(tuple(targets), identity), small, state.root_files, folder, notes
+    )
+
+
+def _identity(
+    source: ReshardSource,
+    small: Mapping[str, bytes],
+    root: Mapping[str, bytes],
+    layout: Layout,
+    options: ReshardOptions,
+) -> str:
+    """Of everything that the bytes depend on; a source file is told by its name, size and time of last change."""
+    body: dict[str, Any] = {
+        "rules": 1,
+        "sources": source.stamps(),
+        "files": {name: blake3(data).hexdigest() for name, data in sorted({**small, **root}.items())},
+        "layout": layout.as_dict(),
+        "optimizer": options.optimizer,
+        "verify": options.verify,
+    }
+    return blake3(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def run_reshard(
+    prepared: ReshardPrepared, dst: Path, options: ReshardOptions, *, what: str, progress: Progress = SILENT
+) -> Resharded:
+    """Runs a planned resharding: writes, proves, seals, and only then gives the target its name.
+
+    Args:
+        prepared: From ``prepare_reshard``.
+        dst: The new root; absent or empty.
+        options: As given to ``prepare_reshard``.
+        what: The command in the user's words.
+        progress: Hears of the bytes done.
+
+    Raises:
+        UsageError: The target is there already.
+        DamagedError: The source is not what its index says, or the target is not what the source holds; it does not appear.
+        EnvironmentFailedError: No room, or an error of the file system.
+    """
+    source, folder = prepared.source, prepared.folder
+    filler = Filler((*prepared.plan.chunks, *prepared.side_files), source.state.sources, source.checkpoint)
+    with Staging.open(dst, prepared.write_plan.identity, what=what) as staging:
+        summing = Summing(filler) if options.verify else None
+        digests: dict[str, FileDigest] = write(
+            prepared.write_plan, staging, summing or filler, memory_bytes=options.memory_bytes, threads=options.threads,
+            progress=progress,
+        )  # fmt: skip
+        proved: int | None = None
+        prints: Mapping[str, Fingerprint] = {}
+        if summing is not None:
+            with Directory(staging.path / folder) as files:
+                proved, prints = _prove(prepared, files, dst, summing, options.threads, progress)
+        digests |= {f"{folder}/{name}": digest_of(data) for name, data in prepared.small.items()}
+        manifest = manifest_of(digests, prints, below=folder)
+        staging.commit({**_last(prepared, manifest.to_bytes()), **prepared.root_files})
+    return Resharded(dst, manifest.seal, proved, sum(d.size_bytes for d in digests.values()))
+
+
+def _last(prepared: ReshardPrepared, manifest: bytes) -> dict[str, bytes]:
+    """The small files of the iteration directory in an order in which nothing looks whole before it is."""
+    markers = (".metadata", "metadata.json")
+    first = {name: data for name, data in prepared.small.items() if name not in markers}
+    files = {**first, FILE_NAME: manifest, **{name: prepared.small[name] for name in markers}}
+    return {f"{prepared.folder}/{name}": data for name, data in files.items()}
+
+
+def _prove(
+    prepared: ReshardPrepared, files: Directory, dst: Path, summing: Summing, threads: int | None, progress: Progress
+) -> tuple[int, Mapping[str, Fingerprint]]:
+    """Compares source and written files; returns how many tensors are equal, and the fingerprints of what is stored."""
+    source = prepared.source
+    table = parse_table(prepared.small[".metadata"], str(dst / prepared.folder / ".metadata"))
+    index = Index("dcp", str(files.root), table.tensors, {}, files.listing, {})
+    written = Checkpoint(index, files, Reader(files))
+    state = state_of(index, prepared.target.structures)
+    shapes = common_shapes(source.state, state, prepared.goes_along)
+    known = sealed_prints(source.checkpoint)
+    progress.start("proving", (1 if known else 2) * sum(chunk.size_bytes for chunk in prepared.plan.chunks))
+    found = prints_of(state, written, shapes, threads=threads, progress=progress)
+    expected = prints_of(source.state, source.checkpoint, shapes, known=known, threads=threads, progress=progress)
+    wrong = different(expected, found)
+    if wrong:
+        problems = [Problem("changed", f"{name}: not what the source holds", tensor=name) for name in wrong]
+        raise DamagedError(
+            f"{files.root}: {len(wrong)} of {len(expected)} tensors are not what {source.index.location} holds: "
+            f"{'; '.join(wrong[:3])}",
+            problems=problems,
+            next_step="The target was not given its name. Run `ckptguard verify` on the source, check memory and disk, then "
+            "run the command again.",
+        )
+    return len(expected), _stored_prints(prepared, state.tensors, found, written, summing, threads, progress)
+
+
+def _stored_prints(
+    prepared: ReshardPrepared,
+    tensors: Mapping[str, Any],
+    found: Mapping[str, Fingerprint],
+    written: Checkpoint,
+    summing: Summing,
+    threads: int | None,
+    progress: Progress,
+) -> dict[str, Fingerprint]:
+    """Fingerprints by stored name, for the manifest: those found, and of buckets and padded tensors those added up."""
+    straight = {name for name, value in found.items() if tensors[name].entry and tensors[name].shape == value.shape}
+    out = {name: found[name] for name in straight}
+    rest = {chunk.name for chunk in prepared.plan.chunks} - out.keys()
+    if not rest:
+        return out
+    if summing.complete:
+        added = summing.fingerprints()
+        return out | {name: added[name] for name in rest}
+    return out | fingerprint_checkpoint(
+        written, keep=lambda entry: entry.name in rest, threads=threads, progress=Following(progress)
+    )
+
+
+def sealed_prints(checkpoint: Checkpoint) -> Mapping[str, Fingerprint] | None:
+    """The fingerprints that a checkpoint was sealed with, by stored name; None if it was not."""
+    if checkpoint.index.format == "torch" or FILE_NAME not in checkpoint.files.listing:
+        return None
+    return parse(checkpoint.files.read(FILE_NAME), str(checkpoint.files.root / FILE_NAME)).fingerprints or None
