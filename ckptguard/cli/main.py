@@ -16,6 +16,7 @@ from ckptguard.cli.export import export
 from ckptguard.cli.fingerprint import fingerprint
 from ckptguard.cli.import_ import import_
 from ckptguard.cli.inspect import inspect
+from ckptguard.cli.reshard import reshard
 from ckptguard.cli.seal import seal
 from ckptguard.cli.verify import verify
 from ckptguard.core.errors import CkptguardError, ExitCode
@@ -34,7 +35,7 @@ def cli() -> None:
     """Checkpoint integrity and resharding for Megatron: nothing lost, nothing silent, bounded memory."""
 
 
-for _command in (import_, export, inspect, fingerprint, seal, verify, diff, doctor, completion):
+for _command in (import_, export, reshard, inspect, fingerprint, seal, verify, diff, doctor, completion):
     cli.add_command(_command)
 
 

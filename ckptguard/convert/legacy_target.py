@@ -242,7 +242,7 @@ def _model_file(
     for tensors, others in zip(rank.chunks, extra, strict=True):
         described = []
         for tensor in tensors:
-            dtype = _one_dtype(tensor, found.dtype_of)
+            dtype = _one_dtype(tensor, found)
             described.append(ModelTensor(tensor.name, dtype.name, tensor.shape))
             made.append(_nonempty(_local(f"{path}:{tensor.name}", dtype, tensor, "", found)))
         chunks.append((*described, *others))
@@ -322,14 +322,14 @@ def _nonempty(made: Made) -> tuple[Made, ...]:
     return (made,) if made.size_bytes else ()
 
 
-def _one_dtype(tensor: LocalTensor, dtype_of: DTypeOf) -> DType:
-    found = {dtype_of(part.key) for part in tensor.parts}
-    if len(found) != 1:
-        names = " and ".join(sorted(dtype.name for dtype in found))
+def _one_dtype(tensor: LocalTensor, found: _Found) -> DType:
+    dtypes = {found.dtype_of(part.key) for part in tensor.parts}
+    if len(dtypes) != 1:
+        names = " and ".join(sorted(dtype.name for dtype in dtypes))
         raise UnsupportedError(
             f"{tensor.name}: its parts are {names}; in a legacy file they are one tensor of one type"
         )
-    return next(iter(found))
+    return next(iter(dtypes))
 
 
 def _dtypes(buffer: Buffer) -> tuple[str, str]:

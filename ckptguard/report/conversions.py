@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ckptguard.convert.estimates import Estimate
     from ckptguard.convert.exporting import Exported
     from ckptguard.convert.importing import Imported, ImportOptions, Prepared
+    from ckptguard.convert.resharding import Resharded
 
 _SHOWN = 12
 
@@ -93,7 +94,7 @@ def import_result_lines(result: Imported) -> Iterator[str]:
     )
 
 
-def result_lines(result: Imported | Exported, proof: str) -> Iterator[str]:
+def result_lines(result: Imported | Exported | Resharded, proof: str) -> Iterator[str]:
     """What a conversion did, for people; ``proof`` says what was proved, if it was."""
     yield from facts([("written", f"{result.path}, {units.size(result.written_bytes)}"), ("seal", result.seal)])
     if result.proved is None:
@@ -102,7 +103,7 @@ def result_lines(result: Imported | Exported, proof: str) -> Iterator[str]:
         yield f"{click.style('proved', fg='green', bold=True)}: {proof}"
 
 
-def result_dict(result: Imported | Exported | None) -> dict[str, Any] | None:
+def result_dict(result: Imported | Exported | Resharded | None) -> dict[str, Any] | None:
     """What a conversion did, ready for JSON; None for a dry run."""
     if result is None:
         return None

@@ -1,0 +1,206 @@
+"""``ckptguard reshard``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import click
+
+from ckptguard.cli import options
+from ckptguard.core.errors import UsageError
+from ckptguard.layout.layouts import Layout
+
+_STAGES = ("vpp", "first_pp_layers", "last_pp_layers", "pp_layout", "count_embedding", "count_loss")
+
+
+def _axes[C: Callable[..., Any]](command: C) -> C:
+    """The target's layout, under our short names and Megatron-LM's own; what is not given stays as it is."""
+    size = click.IntRange(1)
+    for option in reversed(
+        (
+            click.option("--tp", "--tensor-model-parallel-size", "tp", type=size, help="Tensor parallel size."),
+            click.option("--pp", "--pipeline-model-parallel-size", "pp", type=size, help="Pipeline parallel size."),
+            click.option("--ep", "--expert-model-parallel-size", "ep", type=size, help="Expert parallel size."),
+            click.option(
+                "--etp", "--expert-tensor-parallel-size", "etp", type=size, help="Tensor parallel size of experts."
+            ),
+            click.option(
+                "--vpp", "--num-virtual-stages-per-pipeline-rank", "vpp", type=size, help="Virtual stages per pipeline rank."
+            ),
+            click.option(
+                "--first-pp-layers", "--decoder-first-pipeline-num-layers", "first_pp_layers", type=size,
+                help="Layers on the first stage, if the split is uneven.",
+            ),
+            click.option(
+                "--last-pp-layers", "--decoder-last-pipeline-num-layers", "last_pp_layers", type=size,
+                help="Layers on the last stage, if the split is uneven.",
+            ),
+            click.option(
+                "--pp-layout", "--pipeline-model-parallel-layout", "pp_layout", metavar="LAYOUT",
+                help='Stages in Megatron\'s own notation, such as "Et*3|t*4,L".',
+            ),
+            click.option(
+                "--count-embedding", "--account-for-embedding-in-pipeline-split", "count_embedding", is_flag=True,
+                help="The embedding counts as a layer when layers are dealt out to stages.",
+            ),
+            click.option(
+                "--count-loss", "--account-for-loss-in-pipeline-split", "count_loss", is_flag=True,
+                help="The loss counts as a layer when layers are dealt out to stages.",
+            ),
+            click.option("--dp", type=size, help="Data parallel size; by default as many ranks as before, if they fit."),
+            click.option(
+                "--cp", "--context-parallel-size", "cp", type=size, help="Context parallel size; it cuts no tensor."
+            ),
+            click.option(
+                "--sp", "--sequence-parallel", "sp", is_flag=True, help="Accepted; sequence parallelism cuts no tensor."
+            ),
+        )
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
+@click.command(short_help="Any layout and form -> any other, weights and optimizer.")
+@options.path_argument("source", "SRC")
+@click.argument("target", metavar="[DST]", required=False)
+@options.step_option
+@_axes
+@click.option(
+    "--optimizer",
+    type=click.Choice(["keep", "dp_reshardable", "fully_reshardable", "none"]),
+    default="keep",
+    show_default=True,
+    help="How the optimizer's state is stored; `keep` is the form it has, or fully_reshardable where Megatron no longer "
+    "reads that one; `none` leaves the state out.",
+)
+@click.option(
+    "--list-layouts", is_flag=True, help="List the layouts that fit --gpus GPUs, with bytes per rank, and end."
+)
+@click.option("--gpus", type=click.IntRange(1), help="For --list-layouts.")
+@click.option(
+    "--target-version",
+    type=click.Choice(["any", "0.19"]),
+    default="any",
+    show_default=True,
+    help="Megatron Core that will read it; `any` also writes common.pt, which releases before 0.19 need.",
+)
+@options.writing_options
+@options.json_option
+def reshard(
+    source: str,
+    target: str | None,
+    step: str | None,
+    optimizer: str,
+    list_layouts: bool,
+    gpus: int | None,
+    target_version: str,
+    sp: bool,
+    memory: int,
+    threads: int | None,
+    no_verify: bool,
+    dry_run: bool,
+    as_json: bool,
+    **axes: Any,
+) -> None:
+    """Change the layout of a checkpoint, and the form of its optimizer state, without a GPU and in bounded memory.
+
+    SRC is an iteration directory or a root of any Megatron form. DST becomes a root that --load takes; it appears only when
+    every tensor of it was read back and had the fingerprint that it has in SRC. Sizes that are not given stay as they are. A
+    run that was broken off goes on when the same command is given again.
+    """  # fmt: skip
+    from ckptguard.formats.registry import open_checkpoint
+
+    if list_layouts:
+        with open_checkpoint(source, step=step) as checkpoint:
+            _list_layouts(checkpoint, gpus, as_json=as_json)
+        return
+    if target is None:
+        raise UsageError("DST is missing", next_step="Give the directory that is to become the new checkpoint.")
+    _reshard(
+        source, target, step=step, axes=axes, sp=sp, dry_run=dry_run, as_json=as_json,
+        chosen={
+            "optimizer": optimizer, "old_readers": target_version == "any", "verify": not no_verify, "memory_bytes": memory,
+            "threads": threads,
+        },
+    )  # fmt: skip
+
+
+def _reshard(
+    source: str,
+    target: str,
+    *,
+    step: str | None,
+    axes: Mapping[str, Any],
+    sp: bool,
+    dry_run: bool,
+    as_json: bool,
+    chosen: Mapping[str, Any],
+) -> None:
+    from ckptguard.convert.estimates import estimate
+    from ckptguard.convert.reshard_source import layout_of
+    from ckptguard.convert.resharding import ReshardOptions, prepare_reshard, run_reshard
+    from ckptguard.engine.staging import refuse_present
+    from ckptguard.formats.registry import open_checkpoint
+    from ckptguard.formats.remote import path_of
+    from ckptguard.report.conversions import result_dict
+    from ckptguard.report.progress import progress_bar
+    from ckptguard.report.reshards import reshard_plan_dict, reshard_plan_lines, reshard_result_lines
+
+    where = path_of(target)
+    refuse_present(where)
+    with open_checkpoint(source, step=step) as checkpoint, progress_bar(wanted=not as_json) as progress:
+        layout = resolved(layout_of(checkpoint.index.facts.args), axes)
+        wanted = ReshardOptions(layout=layout, **chosen)
+        prepared = prepare_reshard(checkpoint, wanted)
+        needs = estimate(checkpoint, where, prepared.total_bytes, verify=wanted.verify, threads=wanted.threads)
+        result = None
+        if not dry_run:
+            result = run_reshard(prepared, where, wanted, what=f"reshard of {source}", progress=progress)
+    if as_json:
+        options.print_json({"plan": reshard_plan_dict(prepared, wanted, needs), "result": result_dict(result)})
+        return
+    click.echo("\n".join(reshard_plan_lines(prepared, wanted, needs, detailed=dry_run)))
+    if sp:
+        click.echo("  note --sequence-parallel cuts no tensor: nothing in the checkpoint depends on it")
+    if result is not None:
+        click.echo("\n".join(reshard_result_lines(result)))
+
+
+def resolved(before: Layout, axes: Mapping[str, Any]) -> Layout:
+    """The target's layout: what was given, and the source's for the rest.
+
+    How layers are cut into stages is one choice: where any of it is given, or PP is another one, none of the source's is kept.
+    Experts' TP follows TP where it did before.
+    """
+    given = {name: value for name, value in axes.items() if value not in (None, False)}
+    pp = given.get("pp", before.pp)
+    cut_anew = pp != before.pp or any(name in given for name in _STAGES)
+    default = Layout()
+    stages = {name: given.get(name, getattr(default if cut_anew else before, name)) for name in _STAGES}
+    follows = before.etp in (None, before.tp)
+    return Layout(
+        tp=given.get("tp", before.tp),
+        pp=pp,
+        ep=given.get("ep", before.ep),
+        etp=given.get("etp", None if follows else before.etp),
+        cp=given.get("cp", before.cp),
+        dp=given.get("dp"),
+        **stages,
+    )
+
+
+def _list_layouts(checkpoint: Any, gpus: int | None, *, as_json: bool) -> None:
+    from ckptguard.layout.possible import possible
+    from ckptguard.megatron.legacy_names import to_global
+    from ckptguard.megatron.model_numbers import counts_of
+    from ckptguard.report.layouts import layout_lines, layouts_dict
+
+    if gpus is None:
+        raise UsageError("--list-layouts needs --gpus N")
+    index = checkpoint.index
+    candidates = possible(counts_of(to_global(index) if index.format == "torch" else index), gpus)
+    if as_json:
+        options.print_json(layouts_dict(candidates, gpus))
+    else:
+        click.echo("\n".join(layout_lines(candidates, gpus)))
