@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Self
 
 from blake3 import blake3
 
@@ -18,7 +19,7 @@ from ckptguard.core.writing import check_relative
 from ckptguard.engine.digests import digest_files
 from ckptguard.engine.workers import SILENT, Progress
 from ckptguard.engine.write_calls import create, store, sync_directory, writing
-from ckptguard.engine.write_journal import NAME, Journal, header
+from ckptguard.engine.write_journal import NAME, OF_RANKS, Journal, header
 from ckptguard.fingerprint.manifest import FileDigest
 from ckptguard.formats.storage import Directory
 
@@ -42,7 +43,7 @@ class Staging:
         self._noted: dict[str, FileDigest] = {}
 
     @classmethod
-    def open(cls, dst: Path, identity: str, *, what: str) -> Staging:
+    def open(cls, dst: Path, identity: str, *, what: str) -> Self:
         """Makes or finds the staging directory of a target.
 
         Args:
@@ -56,19 +57,20 @@ class Staging:
         """
         target = Path(os.path.realpath(dst))
         refuse_present(target)
-        path = target.with_name(f"{target.name}{_MARK}{blake3(identity.encode()).hexdigest()[:12]}")
+        path = staging_path(target, identity)
         _refuse_others(target, path)
         with writing(path):
             path.mkdir(parents=True, exist_ok=True)
         staging = cls(path, target, identity, Journal.open(path / NAME))
         try:
             staging._noted = staging._journal.begin(identity, what)
+            staging.take_over()
         except BaseException:
             staging.close()
             raise
         return staging
 
-    def __enter__(self) -> Staging:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -88,8 +90,17 @@ class Staging:
             progress: Hears of the bytes read.
             threads: Worker threads.
         """
-        noted = {name: digest for name, digest in self._noted.items() if sizes_bytes.get(name) == digest.size_bytes}
+        noted = self._noted_as_planned(sizes_bytes)
         self._remove_all_but(noted)
+        whole = self._whole(noted, progress, threads)
+        self._remove_all_but(whole)
+        return whole
+
+    def _noted_as_planned(self, sizes_bytes: Mapping[str, int]) -> dict[str, FileDigest]:
+        return {name: digest for name, digest in self._noted.items() if sizes_bytes.get(name) == digest.size_bytes}
+
+    def _whole(self, noted: Mapping[str, FileDigest], progress: Progress, threads: int | None) -> dict[str, FileDigest]:
+        """Those files that are there and, read again, have the noted digests."""
         with Directory(self.path) as files:
             there = {name: noted[name] for name in noted if name in files.listing}
             there = {name: digest for name, digest in there.items() if files.size(name) == digest.size_bytes}
@@ -97,9 +108,27 @@ class Staging:
                 progress.start("checking what was written before", sum(d.size_bytes for d in there.values()))
             wanted = [(name, digest.block_bytes) for name, digest in there.items()]
             outcomes = list(digest_files(files, wanted, progress, blocks=False, threads=threads))
-        whole = {o.name: there[o.name] for o in outcomes if o.error is None and o.blake3 == there[o.name].blake3}
-        self._remove_all_but(whole)
-        return whole
+        return {o.name: there[o.name] for o in outcomes if o.error is None and o.blake3 == there[o.name].blake3}
+
+    def take_over(self) -> None:
+        """Notes here what the journals of single ranks note (``engine/shared_staging.py``), and removes those.
+
+        Raises:
+            UsageError: A rank is still at work.
+        """
+        for path in sorted(self.path.glob(OF_RANKS)):
+            journal = Journal.open(path)
+            try:
+                noted = journal.begin(self.identity, "")
+            finally:
+                journal.close()  # before it is removed: NFS keeps open files under another name
+            for name, digest in noted.items():
+                if self._noted.get(name) != digest:
+                    self._journal.add(name, digest)
+            self._noted |= noted
+            self._journal.sync()
+            with writing(path):
+                path.unlink()
 
     def require_space(self, needed_bytes: int) -> None:
         """Raises EnvironmentFailedError if the file system has less room than that."""
@@ -156,6 +185,11 @@ class Staging:
                         path.unlink()
             if not os.listdir(folder):
                 Path(folder).rmdir()
+
+
+def staging_path(target: Path, identity: str) -> Path:
+    """Where a target is made: beside it, under a name that follows from the run's identity."""
+    return target.with_name(f"{target.name}{_MARK}{blake3(identity.encode()).hexdigest()[:12]}")
 
 
 def refuse_present(target: Path) -> None:

@@ -2,6 +2,8 @@
 
 A line is the XXH3-64 of its text in 16 hexadecimal digits, a blank, and the text: a JSON object. The first line says whose
 journal it is. A line that was cut by a crash does not match its digest and ends the reading.
+
+Where several ranks write, each but the first has a journal of its own beside the first one's (``of_rank``).
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import fcntl
 import json
 import os
 import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from ckptguard.engine.write_calls import writing
 from ckptguard.fingerprint.manifest import FileDigest
 
 NAME = ".ckptguard-journal"
+OF_RANKS = f"{NAME}.*"  # a glob pattern
 _FORMAT = "ckptguard-journal/1"
 
 
@@ -79,7 +83,7 @@ class Journal:
                 f"{self._path.parent}: left by {lines[0].get('what', 'another run')}, which was started with other arguments",
                 next_step="Remove that directory, then run the command again.",
             )
-        return dict(_finished(line) for line in lines[1:])
+        return finished(lines)
 
     def add(self, name: str, digest: FileDigest) -> None:
         """Notes a file whose bytes are on the disk."""
@@ -94,6 +98,21 @@ class Journal:
             }
         )
 
+    def mark(self, token: str) -> None:
+        """Notes a word by which other ranks know that they read this very file, and waits for the disk."""
+        self._append({"mark": token})
+        self.sync()
+
+    def conclude(self, result: bytes) -> None:
+        """Notes what a rank found out beside its files, as the last line, and waits for the disk."""
+        self._append({"result": base64.b64encode(result).decode()})
+        self.sync()
+
+    def sync(self) -> None:
+        """Waits until all lines are on the disk, where other machines see them."""
+        with writing(self._path):
+            os.fsync(self._handle)
+
     def _append(self, entry: dict[str, Any]) -> None:
         text = json.dumps(entry, separators=(",", ":"), ensure_ascii=False).encode()
         line = memoryview(f"{xxh3_64_hexdigest(text)} ".encode() + text + b"\n")
@@ -102,17 +121,47 @@ class Journal:
                 line = line[os.write(self._handle, line) :]
 
     def close(self) -> None:
-        """Gives the lock back."""
-        os.close(self._handle)
+        """Gives the lock back. May be called again."""
+        handle, self._handle = self._handle, -1
+        if handle >= 0:
+            os.close(handle)
+
+
+def of_rank(rank: int) -> str:
+    """The file name of a rank's journal."""
+    return f"{NAME}.{rank}" if rank else NAME
+
+
+def entries(path: Path) -> list[dict[str, Any]]:
+    """All whole lines of a journal that another process may be writing; empty if there is none."""
+    try:
+        return _whole_lines(path.read_bytes())[0]
+    except OSError:
+        return []
 
 
 def header(path: Path) -> dict[str, Any]:
     """The first line of a journal that may be another's: its ``identity`` and ``what``; empty if there is none."""
-    try:
-        lines, _ = _whole_lines(path.read_bytes())
-    except OSError:
-        return {}
-    return lines[0] if lines else {}
+    return next(iter(entries(path)), {})
+
+
+def finished(lines: Sequence[Mapping[str, Any]]) -> dict[str, FileDigest]:
+    """The finished files that the lines of a journal note, by path."""
+    return {
+        line["file"]: FileDigest(line["bytes"], line["blake3"], line["block_bytes"], base64.b64decode(line["blocks"]))
+        for line in lines
+        if "file" in line
+    }
+
+
+def is_marked(lines: Sequence[Mapping[str, Any]], token: str) -> bool:
+    """Whether ``Journal.mark`` noted that word."""
+    return any(line.get("mark") == token for line in lines)
+
+
+def conclusion(lines: Sequence[Mapping[str, Any]]) -> bytes | None:
+    """What ``Journal.conclude`` noted; None if it has not (yet)."""
+    return base64.b64decode(lines[-1]["result"]) if lines and "result" in lines[-1] else None
 
 
 def _is_at(handle: int, path: Path) -> bool:
@@ -140,8 +189,3 @@ def _whole_lines(data: bytes) -> tuple[list[dict[str, Any]], int]:
         entries.append(json.loads(text))
         taken_bytes += len(line)
     return entries, taken_bytes
-
-
-def _finished(entry: dict[str, Any]) -> tuple[str, FileDigest]:
-    blocks = base64.b64decode(entry["blocks"])
-    return entry["file"], FileDigest(entry["bytes"], entry["blake3"], entry["block_bytes"], blocks)
