@@ -15,6 +15,7 @@ import os
 import queue
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 ARRIVAL_SECONDS = 180.0  # for a rank to come at all: schedulers start machines one after the other
 SILENCE_SECONDS = 20.0  # without a sign of life; a beating thread waits for the interpreter at most seconds
 STALL_SECONDS = 600.0  # without a byte written: file servers that fail over answer again after minutes
+GRACE_SECONDS = 30.0  # for a rank's threads to end once the run has failed: torchrun kills after 30 s too
 LINGER_SECONDS = 5.0  # for the others to hear of an error before the process, and with it maybe the store, ends
 _BEAT_SECONDS = 1.0
 _POLL_SECONDS = 0.2
@@ -131,15 +133,16 @@ class _Joined:
         self._host = socket.gethostname()
         self._others = tuple(rank for rank in range(world.size) if rank != world.rank)
         self._failure: EnvironmentFailedError | None = None
-        self._raised = self._calm = self._terminated = self._leaving = self._lost = False
+        self._raised = self._calm = self._terminated = self._leaving = self._lost = self._gone = False
         self._moved_at: float | None = None
+        self._failed_at = 0.0
         self._answered_at = 0.0
         self._questions: queue.SimpleQueue[Callable[[Store], Any]] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._told: str | None = None
         self._beats: dict[int, tuple[str, float]] = {}
         self._thread = threading.Thread(target=self._watch, name="ckptguard-peers", daemon=True)
-        self._clock = threading.Thread(target=self._watch_store, name="ckptguard-clock", daemon=True)
+        self._clock = threading.Thread(target=self._watch_time, name="ckptguard-clock", daemon=True)
 
     # --- the main thread
 
@@ -199,6 +202,7 @@ class _Joined:
                     if self._calm:
                         return None
                     assert self._failure is not None
+                    self._raised = True
                     raise self._failure from None
 
     def on_signal(self, number: int, frame: object) -> None:
@@ -221,6 +225,7 @@ class _Joined:
         self._questions.put(lambda store: True)  # wakes it
         while self._thread.is_alive() and not self._lost:
             self._thread.join(_POLL_SECONDS)
+        self._gone = True
 
     # --- the thread that owns the store
 
@@ -303,6 +308,7 @@ class _Joined:
     def _fail(self, error: EnvironmentFailedError) -> None:
         """Has the error raised in the main thread, once."""
         if self._failure is None:
+            self._failed_at = time.monotonic()
             self._failure = error
             if not self._calm:
                 main = threading.main_thread().ident
@@ -362,11 +368,16 @@ class _Joined:
 
     # --- the clock
 
-    def _watch_store(self) -> None:
-        """Calls of the store have no time limit where its process is frozen or its machine gone."""
-        while self._thread.is_alive() and not self._lost:
-            if time.monotonic() - self._answered_at > SILENCE_SECONDS:
+    def _watch_time(self) -> None:
+        """Ends what has no time limit of its own: calls of a store whose process is frozen, and threads that are stuck."""
+        while not self._gone:
+            now = time.monotonic()
+            if not self._lost and now - self._answered_at > SILENCE_SECONDS and self._thread.is_alive():
                 self._lose(f"no answer for {SILENCE_SECONDS:.0f} s")
+            if self._failure is not None and not self._calm and now - self._failed_at > GRACE_SECONDS:
+                sys.stderr.write(f"{self._failure}\n")
+                sys.stderr.flush()
+                os._exit(int(self._failure.exit_code))
             time.sleep(_POLL_SECONDS)
 
 

@@ -38,6 +38,8 @@ class Behaving(Source):
                 os.kill(os.getpid(), signal.SIGKILL)
             if self._how == "stopped":
                 os.kill(os.getpid(), signal.SIGSTOP)
+            if self._how == "hangs":
+                time.sleep(60)
             if self._how == "raises":
                 raise DamagedError("model.bin: damaged")
             if self._how == "full":
@@ -67,10 +69,12 @@ def work(dst: Path, log: Path, how: str, identity: str) -> None:
 def rank(environment: Mapping[str, str], dst: Path, log: Path, how: str = "", identity: str = "") -> None:
     """Runs a rank and ends the process."""
     os.environ.update(environment)
-    for name, seconds in (("SILENCE", 4.0), ("LINGER", 2.0)):
+    for name, seconds in (("SILENCE", 4.0), ("LINGER", 2.0), ("GRACE", 6.0)):
         setattr(peers, f"{name}_SECONDS", seconds)
     if how == "early":
         peers.ARRIVAL_SECONDS = 1.0
+    if how == "hangs":
+        peers.STALL_SECONDS = peers.GRACE_SECONDS = 1.0
     code, said = 0, "done"
     try:
         work(dst, log, how, identity)

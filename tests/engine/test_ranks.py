@@ -266,6 +266,14 @@ def test_a_frozen_rank_0_ends_the_others(tmp_path, context):
     of.processes[0].join(10)
 
 
+def test_a_rank_that_is_stuck_ends_itself_and_the_others(tmp_path, context):
+    codes, words = Ranks(context, tmp_path, 2, {0: "slow", 1: "hangs"}).ended()
+    assert codes == [6, 6]
+    assert "rank 1 of 2" in words[0]
+    assert "not a byte was read or written for" in words[0]
+
+
+@pytest.mark.slow
 def test_under_torchrun_a_killed_rank_ends_the_others_in_order(tmp_path):
     (tmp_path / "log").mkdir()
     environment = {
