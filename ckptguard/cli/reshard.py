@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import click
@@ -75,6 +76,19 @@ def _axes[C: Callable[..., Any]](command: C) -> C:
     "reads that one; `none` leaves the state out.",
 )
 @click.option(
+    "--arg",
+    "single_args",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="A training argument of the run that saved SRC, where SRC does not store it: transformer_impl=local.",
+)
+@click.option(
+    "--args",
+    "args_file",
+    type=click.Path(exists=True, dir_okay=False),
+    help="Such arguments in a JSON or YAML file.",
+)
+@click.option(
     "--list-layouts", is_flag=True, help="List the layouts that fit --gpus GPUs, with bytes per rank, and end."
 )
 @click.option("--gpus", type=click.IntRange(1), help="For --list-layouts.")
@@ -92,6 +106,8 @@ def reshard(
     target: str | None,
     step: str | None,
     optimizer: str,
+    single_args: tuple[str, ...],
+    args_file: str | None,
     list_layouts: bool,
     gpus: int | None,
     target_version: str,
@@ -121,7 +137,7 @@ def reshard(
         source, target, step=step, axes=axes, sp=sp, dry_run=dry_run, as_json=as_json,
         chosen={
             "optimizer": optimizer, "old_readers": target_version == "any", "verify": not no_verify, "memory_bytes": memory,
-            "threads": threads,
+            "threads": threads, "args": _args(args_file, single_args),
         },
     )  # fmt: skip
 
@@ -150,7 +166,7 @@ def _reshard(
     where = path_of(target)
     refuse_present(where)
     with open_checkpoint(source, step=step) as checkpoint, progress_bar(wanted=not as_json) as progress:
-        layout = resolved(layout_of(checkpoint.index.facts.args), axes)
+        layout = resolved(layout_of({**checkpoint.index.facts.args, **chosen["args"]}), axes)
         wanted = ReshardOptions(layout=layout, **chosen)
         prepared = prepare_reshard(checkpoint, wanted)
         needs = estimate(checkpoint, where, prepared.total_bytes, verify=wanted.verify, threads=wanted.threads)
@@ -165,6 +181,27 @@ def _reshard(
         click.echo("  note --sequence-parallel cuts no tensor: nothing in the checkpoint depends on it")
     if result is not None:
         click.echo("\n".join(reshard_result_lines(result)))
+
+
+def _args(file: str | None, single: tuple[str, ...]) -> dict[str, object]:
+    """Training args that were given, single ones after those of the file; values as YAML reads them."""
+    import yaml
+
+    out: dict[str, object] = {}
+    try:
+        if file is not None:
+            said = yaml.safe_load(Path(file).read_text())
+            if not isinstance(said, dict):
+                raise UsageError(f"--args {file}: holds {type(said).__name__}, not names with values")
+            out |= {str(name): value for name, value in said.items()}
+        for text in single:
+            name, sign, value = text.partition("=")
+            if not sign:
+                raise UsageError(f"--arg {text}: not of the form NAME=VALUE")
+            out[name.strip().removeprefix("--").replace("-", "_")] = yaml.safe_load(value)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"training args that are neither JSON nor YAML: {error}") from error
+    return out
 
 
 def resolved(before: Layout, axes: Mapping[str, Any]) -> Layout:

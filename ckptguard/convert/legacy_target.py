@@ -16,7 +16,7 @@ from ckptguard.core.boxes import Box, whole
 from ckptguard.core.dtypes import BY_NAME, DType
 from ckptguard.core.errors import UnsupportedError
 from ckptguard.core.pieces import Assembly, Piece, of_source
-from ckptguard.core.plan import Made
+from ckptguard.core.plan import Made, Sources
 from ckptguard.core.writing import Elements, TargetFile
 from ckptguard.engine.filling import row_bytes
 from ckptguard.formats.torch_file_writer import StorageToWrite, torch_file
@@ -56,10 +56,12 @@ class LegacyPlan:
     """A planned target.
 
     Attributes:
-        files: Rank by rank, the optimizer's first, as Megatron writes them. Their pickles are made of ``file``.
+        files: Rank by rank, the optimizer's first, as Megatron writes them.
+        sources: What the pieces of their chunks name.
     """
 
     files: tuple[LegacyFile, ...]
+    sources: Sources
 
     @property
     def descriptions(self) -> tuple[RankFile, ...]:
@@ -106,7 +108,7 @@ def plan_legacy(
             files += _optimizer_file(f"{folder}/{path}/{OPTIMIZER_FILE}", rank, structures, found)
         extra = (extra_states or {}).get(rank.rank, [()] * len(rank.chunks))
         files.append(_model_file(f"{folder}/{path}/{MODEL_FILE}", rank, extra, found, with_optimizer=bool(names)))
-    return LegacyPlan(tuple(files))
+    return LegacyPlan(tuple(files), state.sources)
 
 
 def target_files(plan: LegacyPlan, pickles: Sequence[Pickled]) -> tuple[TargetFile, ...]:

@@ -79,7 +79,7 @@ def target_shapes(state: State, target: Target) -> dict[str, tuple[int, ...]]:
 
 
 def _states(state: State, target: Target) -> set[str]:
-    if target.optimizer != "plain":
+    if target.optimizer == "dp_reshardable":
         return names_in_buckets(state, target)
     return {
         state_name(kind, part.key)
@@ -145,7 +145,8 @@ def _optimizer(state: State, target: Target) -> Iterator[Wanted]:
             yield from of_buckets(state, target, rank)
             continue
         number = target.rank_of(rank)
-        for tensor in _trainable(rank) if target.optimizer == "plain" else _in_buffers(rank):
+        buffers = target.optimizer == "fully_reshardable" and not target.structures.no_buckets
+        for tensor in _in_buffers(rank) if buffers else _trainable(rank):
             for kind in kinds:
                 for part in tensor.parts:
                     if part.main:

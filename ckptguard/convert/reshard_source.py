@@ -148,7 +148,7 @@ def refuse_unfit(checkpoint: Checkpoint) -> None:
         raise UnsupportedError(
             f"{index.location}: no training args are stored, so the model is not known and Megatron cannot be asked where"
             " its tensors belong",
-            next_step="Reshard a checkpoint that Megatron-LM or Megatron-Bridge saved with its args.",
+            next_step="Say them with --args FILE, as JSON or YAML: those of the run that saved it.",
         )
 
 

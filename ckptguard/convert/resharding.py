@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,6 +60,7 @@ class ReshardOptions:
     Attributes:
         layout: Target layout.
         optimizer: Form of the optimizer's state; "keep" is the source's where it still exists, else ``fully_reshardable``.
+        args: Training args that the checkpoint does not store, or stores otherwise; the target stores them.
         old_readers: Also write common.pt, which readers before Megatron Core 0.19 need.
         verify: Prove the result before it appears.
         memory_bytes: Most bytes of buffers.
@@ -68,6 +69,7 @@ class ReshardOptions:
 
     layout: Layout = field(default_factory=Layout)
     optimizer: OptimizerChoice = "keep"
+    args: Mapping[str, object] = field(default_factory=dict)
     old_readers: bool = False
     verify: bool = True
     memory_bytes: int = 2 << 30
@@ -142,8 +144,9 @@ def prepare_reshard(checkpoint: Checkpoint, options: ReshardOptions) -> ReshardP
         DamagedError: The source is damaged or incomplete.
         UnsupportedError: Its model, form of state, or a tensor; all of a kind at once.
     """
+    facts = replace(checkpoint.index.facts, args={**checkpoint.index.facts.args, **options.args})
+    checkpoint = replace(checkpoint, index=replace(checkpoint.index, facts=facts))
     refuse_unfit(checkpoint)
-    facts = checkpoint.index.facts
     form = _form(checkpoint.index, options.optimizer)
     wanted = target_args(
         facts.args, options.layout, optimizer=_sharded(form),
@@ -151,16 +154,16 @@ def prepare_reshard(checkpoint: Checkpoint, options: ReshardOptions) -> ReshardP
     )  # fmt: skip
     own, structures = _ask(checkpoint.index, wanted.args)
     target = Target(structures, _grid(wanted.args), form, _instances(wanted.args))
-    if form in _SHARDED and structures.no_buckets:
+    if form == "dp_reshardable" and structures.no_buckets:
         raise UnsupportedError(
             f"the target's optimizer buckets cannot be derived from the stored args: {structures.no_buckets}",
-            next_step="Convert the weights alone with --optimizer none.",
+            next_step="Choose --optimizer fully_reshardable, or convert the weights alone with --optimizer none.",
         )
     with collector_paused():  # a large model has a million values that live as long as the plan
         source = open_source(checkpoint, own)
         plan = plan_torch_dist(source.state, target)
     layout = layout_of(wanted.args)
-    state = _restated(source, target, layout, wanted.changes, options)
+    state = _restated(source, target, layout, {**options.args, **wanted.changes}, options)
     files, carried = _with_objects(source, target, plan, state)
     return _prepared(source, target, layout, plan, files, state, options, (*wanted.notes, *state.notes, *carried))
 
@@ -334,6 +337,7 @@ def _identity(
         "files": {name: blake3(data).hexdigest() for name, data in sorted({**small, **root}.items())},
         "layout": layout.as_dict(),
         "optimizer": options.optimizer,
+        "args": {name: str(value) for name, value in sorted(options.args.items())},
         "verify": options.verify,
     }
     return blake3(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -63,6 +63,7 @@ def to_namespace(args: Mapping[str, Any], transformer_impl: str | None = None) -
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     out: dict[str, Any] = vars(parser.parse_args([])) | given
     out |= NEUTRAL
+    out.setdefault("virtual_pipeline_model_parallel_size", None)  # no flag has this name: it is computed from others
     out["attention_backend"] = _no_kernels(out)
     out["mamba_training_ssm_states_dtype"] = None
     out["expert_tensor_parallel_size"] = out.get("expert_tensor_parallel_size") or out["tensor_model_parallel_size"]
