@@ -10,12 +10,20 @@ Source: megatron/training/checkpointing.py ``generate_state_dict``, megatron/cor
 from __future__ import annotations
 
 import base64
+import json
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ckptguard.core.errors import DamagedError, EnvironmentFailedError, UnsupportedError
+from ckptguard.megatron import ask
+from ckptguard.megatron.ask import TIMEOUT_SECONDS
+
 OPTIMIZER_STATES = ("param", "exp_avg", "exp_avg_sq")
 """What ``distrib_optim.pt`` has of every buffer, in this order, when the optimizer is Adam."""
+_SHOWN_LINES = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +111,61 @@ class Pickled:
 
     data: bytes
     storages: tuple[bytes | int, ...]
+
+
+def rank_pickles(
+    files: Iterable[RankFile],
+    common: bytes,
+    *,
+    rng_states: Mapping[str, bytes] | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> tuple[Pickled, ...]:
+    """The pickles of all files, made in a process of its own.
+
+    Args:
+        files: What they hold.
+        common: What all ranks store alike: ``common.pt``, or the object ``common_state/shard_0_1``, of the target, with the
+            optimizer's ``param_groups`` where optimizer state is stored. Loaded as Megatron does, without running code.
+        rng_states: By path of a ``model_optim_rng.pt``, the object ``rng_state/shard_*`` that it is to hold. Megatron ends
+            when it loads a legacy file without one, unless it is told ``--no-load-rng``.
+        timeout_seconds: How long the process may take.
+
+    Raises:
+        DamagedError: The common state cannot be read.
+        UnsupportedError: It has no parameter groups of the optimizer, or Megatron Core cannot be imported.
+        EnvironmentFailedError: The process ended without an answer, or ran too long.
+    """
+    question = {
+        "files": to_plain(files),
+        "common": base64.b64encode(common).decode(),
+        "rng_states": {path: base64.b64encode(data).decode() for path, data in (rng_states or {}).items()},
+    }
+    return from_plain(_answer(question, timeout_seconds))
+
+
+def _answer(question: Mapping[str, Any], timeout_seconds: float) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "ckptguard.megatron.legacy_pickles_worker"]
+    try:
+        done = subprocess.run(  # noqa: S603 - our own interpreter and module
+            command, input=json.dumps(question), capture_output=True, text=True, check=False, timeout=timeout_seconds,
+            env=ask._environment() | {"PYTHONHASHSEED": "0"},
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise EnvironmentFailedError(
+            f"the pickles of legacy files were not made within {timeout_seconds:g} s"
+        ) from error
+    if done.returncode or not done.stdout:
+        tail = "\n".join(done.stderr.splitlines()[-_SHOWN_LINES:])
+        raise EnvironmentFailedError(
+            f"the process that makes pickles of legacy files ended with code {done.returncode}:\n{tail}"
+        )
+    answer: dict[str, Any] = json.loads(done.stdout)
+    if "damaged" in answer:
+        raise DamagedError(answer["damaged"])
+    if "unsupported" in answer:
+        raise UnsupportedError(answer["unsupported"])
+    files: list[dict[str, Any]] = answer["files"]
+    return files
 
 
 def to_plain(files: Iterable[RankFile]) -> list[dict[str, Any]]:

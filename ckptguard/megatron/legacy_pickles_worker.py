@@ -1,14 +1,18 @@
 """Makes the pickles of legacy files as torch.save makes them, with stand-ins for tensors whose elements come later.
 
-Runs where torch may be imported, and where the classes of the training arguments can be. Source: torch/serialization.py
-``_save`` and torch/_tensor.py ``_reduce_ex_internal`` (2.14.1) for the pickles; for the content see ``legacy_pickles``.
+``python -m ckptguard.megatron.legacy_pickles_worker``, JSON on both ends: training arguments hold objects of Megatron's
+classes, which nothing else here imports. Source: torch/serialization.py ``_save`` and torch/_tensor.py
+``_reduce_ex_internal`` (2.14.1) for the pickles; for the content see ``legacy_pickles``.
 """
 
 from __future__ import annotations
 
 import base64
 import io
+import json
+import os
 import pickle
+import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,11 +22,48 @@ from typing import Any
 import torch
 
 from ckptguard.core.dtypes import BY_NAME, BY_STORAGE_CLASS
+from ckptguard.megatron import safe_loading
 from ckptguard.megatron.legacy_pickles import OPTIMIZER_STATES
 
 _PROTOCOL = 2  # torch/serialization.py DEFAULT_PROTOCOL
 _STORAGE_CLASS = {dtype.name: getattr(torch, name) for name, dtype in BY_STORAGE_CLASS.items()}
 _KEPT = ("args", "checkpoint_version", "iteration", "opt_param_scheduler", "num_floating_point_operations_so_far")
+
+
+class NoGroupsError(ValueError):
+    """The common state lacks what an optimizer needs beside the state of its parameters."""
+
+
+def main() -> None:
+    """Reads a question from stdin and writes the answer to stdout; all else that is printed goes to stderr."""
+    answer_to = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    with answer_to:
+        json.dump(_answer(json.load(sys.stdin)), answer_to)
+    sys.stderr.flush()
+    os._exit(0)  # taking all modules down would take a while
+
+
+def _answer(question: dict[str, Any]) -> dict[str, Any]:
+    try:
+        safe_loading.register()
+    except ImportError as error:
+        return {"unsupported": f"Megatron Core cannot be imported here: {error}"}
+    try:
+        common = _loaded(question["common"], "the common state")
+        own = {path: {"rng_state": _loaded(data, "an RNG state")} for path, data in question["rng_states"].items()}
+    except safe_loading.UnreadableError as error:
+        return {"damaged": str(error)}
+    try:
+        return {"files": rank_pickles(question["files"], common, own)}
+    except NoGroupsError as error:
+        return {"unsupported": str(error)}
+
+
+def _loaded(text: str, where: str) -> Any:
+    """A value that torch.save wrote; as an object of ``torch_dist`` it stands in a list."""
+    value = safe_loading.load(io.BytesIO(base64.b64decode(text)), where=where)
+    return value[0] if isinstance(value, list) else value
 
 
 def rank_pickles(
@@ -41,7 +82,7 @@ def rank_pickles(
         own: Further entries by path of the file, such as ``{"rng_state": [...]}``: any values, tensors among them.
 
     Raises:
-        ValueError: Optimizer state is to be stored, and the common state has no parameter groups.
+        NoGroupsError: Optimizer state is to be stored, and the common state has no parameter groups.
     """
     out = []
     for file in files:
@@ -172,7 +213,7 @@ def _optimizer_common(stored: Any) -> Any:
         return [_optimizer_common(one) for one in stored]
     groups = stored.get("optimizer", {}).get("param_groups") if isinstance(stored, Mapping) else None
     if not groups:
-        raise ValueError("the common state has no parameter groups of the optimizer")
+        raise NoGroupsError("the common state has no parameter groups of the optimizer")
     kept = {key: item for key, item in stored.items() if not key.startswith("param_state")}
     plain = [{key: item for key, item in group.items() if key != "params"} for group in groups]
     return {**kept, "optimizer": {**stored["optimizer"], "param_groups": plain}}
@@ -205,3 +246,7 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
         out.append(step)
         step *= max(extent, 1)
     return tuple(reversed(out))
+
+
+if __name__ == "__main__":
+    main()
