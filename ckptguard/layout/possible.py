@@ -95,7 +95,7 @@ def possible(counts: Counts, gpus: int) -> tuple[Candidate, ...]:
 
 
 def estimate(counts: Counts, layout: Layout, gpus: int) -> Candidate:
-    """What the largest rank of a layout holds; ``layout`` is one that fits."""
+    """What the largest rank holds of a layout that fits, and whose first stages are alike."""
     return max((_rank(counts, layout, gpus, stage) for stage in _stages(counts, layout)), key=lambda c: c.total_bytes)
 
 
@@ -125,8 +125,8 @@ def _stages(counts: Counts, layout: Layout) -> Iterator[Elements]:
     if layout.pp == 1:
         yield counts.first + counts.layers + counts.last
         return
-    usual = -(-layers // layout.pp)
-    last = usual if layout.last_pp_layers is None else layout.last_pp_layers
+    last = layers // layout.pp if layout.last_pp_layers is None else layout.last_pp_layers
+    usual = (layers - last) // (layout.pp - 1)
     middle = counts.layers.share(usual, layers)
     yield counts.first + middle
     if layout.pp > 2:

@@ -68,6 +68,7 @@ def wrong_stages(layers: int, mtp: int, pattern: str | None, layout: Layout) -> 
     virtual = virtual_stages(layout, pattern)
     if virtual > 1 and layout.pp == 1:
         yield f"{virtual} virtual stages need --pp above 1"
+        return
     if layout.vpp not in (1, virtual):
         yield f"--vpp {layout.vpp} beside a --pp-layout of {virtual} virtual stages (leave --vpp out)"
     if layout.pp_layout is None:

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 
 from ckptguard.core.errors import UnsupportedError
 from ckptguard.core.index import Index, TensorEntry
-from ckptguard.formats.facts import kind_of
 from ckptguard.layout.fits import Dimensions
 from ckptguard.layout.possible import Counts, Elements
 
@@ -111,10 +110,8 @@ def counts_of(index: Index) -> Counts:
     Raises:
         UnsupportedError: It has no word embedding under that name, or no args.
     """
-    args, weights = (
-        index.facts.args,
-        [e for e in index.tensors.values() if kind_of(e) == "weights" and ":" not in e.name],
-    )
+    args = index.facts.args
+    weights = [entry for name, entry in index.tensors.items() if not _is_state(name)]
     words = next((e for e in weights if e.name.endswith("embedding.word_embeddings.weight")), None)
     if words is None or not number(args, "num_attention_heads"):
         raise UnsupportedError(
@@ -155,8 +152,13 @@ def _elements(entry: TensorEntry) -> Elements:
 def _state_sizes(index: Index) -> dict[str, int]:
     """Bytes per element of each state of the optimizer."""
     out: dict[str, int] = {}
-    for entry in index.tensors.values():
-        if kind_of(entry) in ("masters", "moments"):
-            state = next((part for part in entry.name.split(".") if part in _STATES), None)
+    for name, entry in index.tensors.items():
+        if _is_state(name):
+            state = next((part for part in name.split(".") if part in _STATES), None)
             out |= {state: entry.dtype.itemsize} if state else {}
     return out
+
+
+def _is_state(name: str) -> bool:
+    """Whether a tensor is the optimizer's; legacy files name theirs by file, ``mp_rank_00/distrib_optim.pt:...``."""
+    return name.startswith(("optimizer.", "chained_")) or ":" in name

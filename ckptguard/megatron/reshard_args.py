@@ -21,7 +21,7 @@ from ckptguard.megatron.model_numbers import dimensions_of, number
 _ONLY_IF_KNOWN = (
     "transformer_pipeline_model_parallel_size", "tensor_parallel_num_weight_shards",
     "expert_tensor_parallel_num_weight_shards", "overlap_p2p_comm", "align_param_gather", "tp_comm_overlap",
-    "hierarchical_context_parallel_sizes",
+    "hierarchical_context_parallel_sizes", "inprocess_active_world_size",
 )  # fmt: skip
 
 
@@ -72,7 +72,7 @@ def target_args(
     values = {
         **_sizes(layout, world),
         **_stages(dims.layers, dims.pattern, layout),
-        **_switches(stored, layout, dims.pattern),
+        **_switches(stored, layout, dims.pattern, world),
         "padded_vocab_size": rows,
         "no_save_rng": bool(stored.get("no_save_rng")) if keep_rng else True,
         "no_save_optim": optimizer is None,
@@ -170,7 +170,7 @@ def _stage_args(virtual: int) -> dict[str, object]:
     }
 
 
-def _switches(stored: Mapping[str, object], layout: Layout, pattern: str | None) -> dict[str, object]:
+def _switches(stored: Mapping[str, object], layout: Layout, pattern: str | None, world: int) -> dict[str, object]:
     """What Megatron switches off, or cannot do without, in a layout; where a switch had no say before, its default.
 
     The MoE layer refuses to train with TP and without sequence parallelism (megatron/core/transformer/moe/moe_layer.py).
@@ -189,6 +189,8 @@ def _switches(stored: Mapping[str, object], layout: Layout, pattern: str | None)
         out[name] = interleaved and (bool(stored.get(name)) if was else True)
     if interleaved and layout.pp == 2:
         out["overlap_p2p_comm"] = True  # two ranks cannot interleave without it
+    if stored.get("inprocess_active_world_size") == stored.get("world_size"):  # what it is unless given
+        out["inprocess_active_world_size"] = world
     if number(stored, "context_parallel_size", 1) != layout.cp:
         out["hierarchical_context_parallel_sizes"] = None
     return out
