@@ -12,10 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from ckptguard.convert.legacy_target import LegacyPlan, plan_legacy, target_files
+from ckptguard.convert.canonical import Cell, GlobalTensor, SourceTable, State
+from ckptguard.convert.legacy_target import LegacyFile, LegacyPlan, plan_legacy, target_files
 from ckptguard.convert.sources import state_of, states_in
+from ckptguard.core.boxes import whole
 from ckptguard.core.dtypes import BY_NAME
 from ckptguard.core.errors import DamagedError, UnsupportedError
+from ckptguard.core.pieces import of_source
+from ckptguard.core.plan import Made
 from ckptguard.core.writing import WritePlan
 from ckptguard.engine import writing
 from ckptguard.engine.filling import Filler
@@ -28,8 +32,11 @@ from ckptguard.formats.registry import open_checkpoint
 from ckptguard.megatron import legacy_pickles_worker
 from ckptguard.megatron.legacy_names import to_global_view
 from ckptguard.megatron.legacy_pickles import (
+    OPTIMIZER_STATES,
+    BufferState,
     ExtraState,
     ModelFile,
+    ModelTensor,
     OptimizerFile,
     Pickled,
     from_plain,
@@ -37,7 +44,16 @@ from ckptguard.megatron.legacy_pickles import (
     to_plain,
 )
 from ckptguard.megatron.legacy_pickles_worker import NoGroupsError, extra_states
-from ckptguard.megatron.structure import Structures, structures_for
+from ckptguard.megatron.structure import (
+    Bucket,
+    Buffer,
+    LocalTensor,
+    Part,
+    Place,
+    RankStructure,
+    Structures,
+    structures_for,
+)
 from ckptguard.testing import recipes
 
 FROZEN = Path(__file__).resolve().parents[2] / "fixtures" / "megatron-0.19"
@@ -265,6 +281,55 @@ def test_common_state_that_is_not_enough() -> None:
         rank_pickles(files, b"no zip")
 
 
+def test_virtual_stages_and_extra_states(tmp_path: Path) -> None:
+    """Two model chunks of one rank; an empty tensor is what Transformer Engine's modules remember."""
+    chunks = (
+        (ModelTensor("a.weight", "bfloat16", (3, 2)), ExtraState("a._extra_state", True)),
+        (ModelTensor("a.weight", "float32", (4,)), ExtraState("b._extra_state", False)),
+    )
+    file = LegacyFile(
+        ModelFile("i/mp_rank_00_000/model_optim_rng.pt", chunks, optimizer=False),
+        ((_zero("bfloat16", (3, 2)),), (_zero("float32", (4,)),)),
+    )
+    with open_checkpoint(FROZEN / MOE) as checkpoint:
+        plan = LegacyPlan((file,), {})
+        write(tmp_path / "c", checkpoint, plan, pickles(plan, {"iteration": 4}))
+    loaded = torch.load(tmp_path / "c" / file.file.path)
+    assert list(loaded) == ["iteration", "model0", "model1"]
+    _same(loaded["model0"]["a.weight"], torch.zeros(3, 2, dtype=torch.bfloat16))
+    _same(loaded["model0"]["a._extra_state"], torch.empty(0, dtype=torch.uint8))
+    _same(loaded["model1"]["a.weight"], torch.zeros(4))
+    assert loaded["model1"]["b._extra_state"] is None
+
+
+def _zero(dtype: str, shape: tuple[int, ...]) -> Made:
+    return Made("zeros", BY_NAME[dtype], shape, whole(shape), of_source("", shape))
+
+
+def test_elements_between_parameters_are_zeros_and_padding_at_the_ends_of_buckets_is_left_out() -> None:
+    shapes = {"a": (3,), "b": (5, 2), "c": (2,)}
+    tensors = {
+        name: LocalTensor(name, "bfloat16", shape, True, (Part(name, shape, whole(shape), whole(shape), True),))
+        for name, shape in shapes.items()
+    }
+    first = Bucket(70, 128, (Place(tensors["a"], 0, 3), Place(tensors["b"], 60, 70)))
+    buffer = Buffer("(torch.bfloat16, torch.float32)", (first, Bucket(5, 128, (Place(tensors["c"], 1, 3),))))
+    at = dict.fromkeys(("tp", "pp", "ep", "etp", "dense_dp", "expert_dp", "dense_group", "expert_group"), 0)
+    rank = RankStructure(0, at, (tuple(tensors.values()),), (), (buffer,), ())
+    names = [name for key in shapes for name in (key, *(f"optimizer.state.{s}.{key}" for s in OPTIMIZER_STATES))]
+    state = State(
+        {
+            name: GlobalTensor(name, BY_NAME["float32"], shape, (Cell(whole(shape), of_source("", shape)),))
+            for name, shape in ((name, shapes[name[-1]]) for name in names)
+        },
+        SourceTable(),
+    )
+    optimizer, _ = plan_legacy(state, Structures((rank,), "0.19.2", None), folder="i", states=OPTIMIZER_STATES).files
+    assert isinstance(optimizer.file, OptimizerFile)
+    assert optimizer.file.optimizers == ((BufferState(("bfloat16", "float32"), 75),),)
+    assert [[made.box.numel for made in tensor] for tensor in optimizer.tensors] == [[3, 57, 10, 1, 2, 2]] * 3
+
+
 def test_extra_states_of_a_model_chunk() -> None:
     class Module(torch.nn.Module):
         def __init__(self, state: object) -> None:
@@ -296,6 +361,5 @@ def test_megatron_loads_it_and_saves_the_same(real_checkpoint: Callable[[str], P
         plan = planned(checkpoint, structures)
         write(tmp_path / "c", checkpoint, plan, pickles(plan, common_of(checkpoint, ETP1)))
         source = fingerprint_checkpoint(checkpoint)
-    (tmp_path / "c" / "latest_checkpointed_iteration.txt").write_text("4")
     with open_checkpoint(recipes.resave(tmp_path / "c", recipe, tmp_path / "again")) as again:
         assert fingerprint_checkpoint(again) == source
