@@ -25,6 +25,7 @@ from ckptguard.formats.storage import Directory
 _PICKLED = re.compile(r"(pytorch_model|adapter_model)[^/]*\.bin(\.index\.json)?|(?!rng_state)[^/]*\.pth")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _REPO_PREFIX = "models--"
+_FOLDERS_LOOKED_INTO = 32  # for a hint where the weights are: each is a request to a store
 
 
 class HuggingFace:
@@ -45,7 +46,8 @@ class HuggingFace:
         names = sorted(entry.name for entry in snapshot.iterdir())
         if any(n.endswith((hf_tables.SUFFIX, hf_tables.INDEX_SUFFIX)) or _PICKLED.fullmatch(n) for n in names):
             return None
-        below = next((p for p in sorted(snapshot.iterdir()) if p.is_dir() and _holds_weights(p)), None)
+        folders = sorted(p for p in snapshot.iterdir() if p.is_dir())
+        below = next((p for p in folders[:_FOLDERS_LOOKED_INTO] if _holds_weights(p)), None)
         elsewhere = f" (but some in {below.name}/: give that directory)" if below else ""
         return f"no *{hf_tables.SUFFIX}{elsewhere}"
 
@@ -119,7 +121,10 @@ def _snapshot(path: Path) -> Path | str:
 
 
 def _holds_weights(folder: Path) -> bool:
-    return any(path.name.endswith(hf_tables.SUFFIX) for path in folder.iterdir())
+    try:
+        return any(path.name.endswith(hf_tables.SUFFIX) for path in folder.iterdir())
+    except PermissionError:
+        return False
 
 
 def _cached_repo(snapshot: Path) -> Path | None:
