@@ -27,11 +27,14 @@ Question = tuple[Mapping[str, object], Mapping[str, object], str | None]
 """Training args as plain values (``Facts.args``), content metadata, transformer_impl instead of the one in the args."""
 
 
-def ask(questions: Sequence[Question], *, timeout_seconds: float = TIMEOUT_SECONDS) -> list[dict[str, Any]]:
+def ask(
+    questions: Sequence[Question], *, sample_above: int | None = None, timeout_seconds: float = TIMEOUT_SECONDS
+) -> list[dict[str, Any]]:
     """The structure of every model-parallel rank of several layouts, in plain values.
 
     Args:
         questions: Answered by one process, or by two if only some of them want Transformer Engine.
+        sample_above: As ``structure.structures_for`` has it.
         timeout_seconds: How long Megatron may take.
 
     Raises:
@@ -45,7 +48,7 @@ def ask(questions: Sequence[Question], *, timeout_seconds: float = TIMEOUT_SECON
     for te in (False, True):
         numbers = [n for n, (args, _, impl) in enumerate(questions) if _wants_te(args, impl) == te]
         if numbers:
-            plain = [[dict(args), dict(meta), impl] for args, meta, impl in (questions[n] for n in numbers)]
+            plain = [[dict(a), dict(meta), impl, sample_above] for a, meta, impl in (questions[n] for n in numbers)]
             answer = put({"kind": "args", "questions": plain}, timeout_seconds=timeout_seconds)
             answers |= zip(numbers, answer["answers"], strict=True)
     return [answers[n] for n in range(len(questions))]
@@ -58,7 +61,7 @@ def put(question: Mapping[str, object], *, timeout_seconds: float = TIMEOUT_SECO
         UnsupportedError: Megatron or Bridge cannot do what is asked; says why.
         EnvironmentFailedError: The process ended without an answer, or ran too long.
     """
-    process = _STARTED.pop() if _STARTED and question["kind"] == "hf" else _start(str(question["kind"]))
+    process = _STARTED.pop() if _STARTED and question["kind"] == "hf" else _start(_imports(question))
     try:
         answered, said = process.communicate(json.dumps(question, default=str), timeout=timeout_seconds)
     except subprocess.TimeoutExpired as error:
@@ -118,9 +121,8 @@ def main() -> None:
     answer_to = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     gc.disable()  # imports make many objects and no garbage
-    if sys.argv[1] == "hf":
-        with suppress(ImportError):  # said when the question is answered
-            import_for_snapshots()
+    with suppress(ImportError):  # said when the question is answered
+        _IMPORTS[sys.argv[1]]()
     gc.freeze()
     gc.enable()
     question = json.load(sys.stdin)
@@ -137,26 +139,40 @@ def import_for_snapshots() -> None:
     if any(name.startswith("megatron.core") for name in sys.modules):
         return  # done already
     te_skeleton.install()
-    # Megatron and Bridge ask whether a tensor is one of these; none is, and the packages take a second to import.
-    te_skeleton.stand_in_for("torch.distributed.tensor", "torch.distributed._tensor")
-    _without_compilers()
+    _without_what_nothing_needs()
     from ckptguard.megatron import bridges, hf_worker  # noqa: F401
 
     bridges.enter()
 
 
-def _answer(question: dict[str, Any]) -> dict[str, Any]:
-    if question["kind"] != "hf" and _wants_te(question["questions"][0][0], question["questions"][0][2]):
-        from ckptguard.megatron import te_skeleton
+def _import_for_args() -> None:
+    """Imports what questions about training args need, once."""
+    if any(name.startswith("megatron.core") for name in sys.modules):
+        return  # done already
+    _without_what_nothing_needs()
+    from megatron.training import argument_utils, arguments  # noqa: F401
 
-        te_skeleton.install()
+    from ckptguard.megatron import worker  # noqa: F401
+
+
+def _import_for_te() -> None:
+    from ckptguard.megatron import te_skeleton
+
+    te_skeleton.install()
+    _import_for_args()
+
+
+_IMPORTS = {"hf": import_for_snapshots, "te": _import_for_te, "local": _import_for_args}
+
+
+def _answer(question: dict[str, Any]) -> dict[str, Any]:
     try:
+        _IMPORTS[_imports(question)]()
         from ckptguard.megatron import hf_worker, worker
     except ImportError as error:
         return _refusal(f"Megatron Core cannot be imported here: {error}", "Install megatron-core 0.19 or newer.")
     try:
         if question["kind"] == "hf":
-            import_for_snapshots()
             return hf_worker.describe(question)
         return {"answers": [worker.describe(*one) for one in question["questions"]]}
     except UnsupportedError as error:
@@ -182,13 +198,28 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
         )
 
 
+def _imports(question: Mapping[str, Any]) -> str:
+    """Which of ``_IMPORTS`` a question needs."""
+    if question["kind"] == "hf":
+        return "hf"
+    args, _, transformer_impl, *_ = question["questions"][0]
+    return "te" if _wants_te(args, transformer_impl) else "local"
+
+
 def _wants_te(args: Mapping[str, Any], transformer_impl: str | None) -> bool:
     impl = transformer_impl or args.get("transformer_impl")
     return impl == "transformer_engine" or bool(args.get("hybrid_layer_pattern"))
 
 
-def _without_compilers() -> None:
-    """Nothing is computed here, so what Megatron compiles while it is imported is left as it is: that saves seconds."""
+def _without_what_nothing_needs() -> None:
+    """Spares seconds of imports.
+
+    Megatron and Bridge ask whether a tensor is a DTensor; none is. Nothing is computed here, so what Megatron compiles while
+    it is imported is left as it is.
+    """
+    from ckptguard.megatron import te_skeleton
+
+    te_skeleton.stand_in_for("torch.distributed.tensor", "torch.distributed._tensor")
     import torch
 
     def as_it_is(function: Any = None, *_: Any, **__: Any) -> Any:

@@ -5,14 +5,19 @@ And where its optimizer state stands. Values only; ``ask`` gets them from a proc
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any
 
 from ckptguard.core.boxes import Box
 from ckptguard.core.index import Index
 from ckptguard.megatron.ask import TIMEOUT_SECONDS, Question, ask
+from ckptguard.megatron.sampled import at_place
+
+SAMPLE_ABOVE = 8
+"""Ranks of a pipeline stage; stages with more are described by some of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,22 +181,45 @@ def rank_structures(
         UnsupportedError: The args do not lead to a model; names what is missing or refused.
         EnvironmentFailedError: The process failed or ran too long.
     """
-    (answer,) = ask([(args, content_metadata or {}, transformer_impl)], timeout_seconds=timeout_seconds)
-    return from_plain(answer)
+    question = (args, content_metadata or {}, transformer_impl)
+    return structures_for([question], timeout_seconds=timeout_seconds)[0]
 
 
-def structures_for(questions: Sequence[Question], *, timeout_seconds: float = TIMEOUT_SECONDS) -> list[Structures]:
+def structures_for(
+    questions: Sequence[Question], *, sample_above: int = SAMPLE_ABOVE, timeout_seconds: float = TIMEOUT_SECONDS
+) -> list[Structures]:
     """As ``rank_structures``, for several layouts at once: starting the process that answers costs seconds.
 
     Args:
         questions: Of each its args, content metadata and transformer_impl (None: as the args say).
+        sample_above: Pipeline stages of more ranks than this are described by some of them (``sampled``), if what all
+            ranks save by that is each global tensor, once.
         timeout_seconds: How long Megatron may take for all of them.
 
     Raises:
         UnsupportedError: The args of one do not lead to a model; names what is missing or refused.
         EnvironmentFailedError: The process failed or ran too long.
     """
-    return [from_plain(answer) for answer in ask(questions, timeout_seconds=timeout_seconds)]
+    answers = ask(questions, sample_above=sample_above, timeout_seconds=timeout_seconds)
+    out = [from_plain(answer) for answer in answers]
+    sampled = [n for n, answer in enumerate(answers) if any("fitted" in stage for stage in answer["stages"])]
+    again = [n for n in sampled if not _is_whole(out[n])]
+    if again:
+        every_rank = ask([questions[n] for n in again], timeout_seconds=timeout_seconds)
+        out = [from_plain(every_rank[again.index(n)]) if n in again else made for n, made in enumerate(out)]
+    return out
+
+
+def _is_whole(structures: Structures) -> bool:
+    """Whether the copies that are saved have as many elements as the global tensors they lie in, and objects differ."""
+    sizes = {key: prod(shape) for key, shape in structures.global_shapes.items()}
+    for rank in structures.ranks:
+        for part in (p for chunk in rank.chunks for tensor in chunk for p in tensor.parts):
+            if not part.box.within(part.shape):
+                return False
+            sizes[part.key] -= part.box.numel if part.main else 0
+    objects = [name for rank in structures.ranks for name in rank.objects]
+    return not any(sizes.values()) and len(set(objects)) == len(objects)
 
 
 def structures_of(index: Index, *, transformer_impl: str | None = None) -> Structures:
@@ -202,14 +230,23 @@ def structures_of(index: Index, *, transformer_impl: str | None = None) -> Struc
 
 def from_plain(answer: Mapping[str, Any]) -> Structures:
     """Values from the plain form that crosses between the processes."""
-    return Structures(tuple(_rank(rank) for rank in answer["ranks"]), answer["megatron"], answer["no_buckets"])
+    ranks = [rank for stage in answer["stages"] for rank in _stage(stage)]
+    ranks.sort(key=lambda rank: rank.rank)
+    return Structures(tuple(ranks), answer["megatron"], answer["no_buckets"])
 
 
-def _rank(plain: Mapping[str, Any]) -> RankStructure:
+def _stage(plain: Mapping[str, Any]) -> Iterator[RankStructure]:
+    make = at_place(plain["fitted"]) if "fitted" in plain else None
+    for number, (rank, at) in enumerate(zip(plain["ranks"], plain["at"], strict=True)):
+        yield _rank(rank, at, make(at) if make else plain["each"][number])
+
+
+def _rank(rank: int, at: Mapping[str, int], plain: Mapping[str, Any]) -> RankStructure:
     chunks = tuple(tuple(_tensor(tensor) for tensor in chunk) for chunk in plain["chunks"])
     by_name = [{tensor.name: tensor for tensor in chunk} for chunk in chunks]
     buffers = [tuple(_buffer(buffer, by_name) for buffer in kind) for kind in plain["buffers"]] or [(), ()]
-    return RankStructure(plain["rank"], plain["at"], chunks, tuple(plain["objects"]), buffers[0], buffers[1])
+    objects = tuple(name for name, main in plain["objects"] if main)
+    return RankStructure(rank, at, chunks, objects, buffers[0], buffers[1])
 
 
 def _tensor(plain: Mapping[str, Any]) -> LocalTensor:

@@ -1,4 +1,4 @@
-"""What the asking process does: builds each rank's model on the meta device and describes it in plain values.
+"""What the asking process does: builds ranks' models on the meta device and describes them in plain values.
 
 Sources (megatron-core 0.19.2): megatron/training/models/dist_utils.py ``build_virtual_pipeline_stages`` and
 ``_ddp_wrap``, megatron/training/checkpointing.py ``generate_state_dict``, megatron/core/dist_checkpointing/mapping.py.
@@ -15,41 +15,66 @@ import torch
 
 from ckptguard.core.boxes import unravel
 from ckptguard.core.errors import UnsupportedError
-from ckptguard.megatron import worker_buckets, worlds
+from ckptguard.megatron import sampled, worker_buckets, worlds
 from ckptguard.megatron.model_args import to_namespace
 
 
 def describe(
-    args: Mapping[str, Any], content_metadata: Mapping[str, Any], transformer_impl: str | None
+    args: Mapping[str, Any],
+    content_metadata: Mapping[str, Any],
+    transformer_impl: str | None,
+    sample_above: int | None = None,
 ) -> dict[str, Any]:
-    """Structure of every model-parallel rank; the plain form of ``structure.Structures``."""
+    """Structure of every model-parallel rank; the plain form of ``structure.Structures``.
+
+    Args:
+        args: Training args.
+        content_metadata: For what changes key names.
+        transformer_impl: Instead of the one in the args.
+        sample_above: Describe a pipeline stage of more ranks than this by some of them, where these say all. None: never.
+    """
     namespace = to_namespace(args, transformer_impl)
-    config = _model_config(namespace)
     why_not = worker_buckets.refusal(namespace, args)
     worlds.forget_devices()
-    ranks = [
-        _rank(namespace, _build(config), content_metadata, rank, why_not is None) for rank in worlds.ranks(namespace)
+    world = _World(namespace, content_metadata, why_not is None)
+    places = [worlds.coordinates() for _ in worlds.ranks(namespace)]
+    stages = [
+        world.stage([rank for rank, at in enumerate(places) if at["pp"] == stage], places, sample_above)
+        for stage in range(namespace.pipeline_model_parallel_size)
     ]
-    return {"megatron": version("megatron-core"), "ranks": ranks, "no_buckets": why_not}
+    return {"megatron": version("megatron-core"), "stages": stages, "no_buckets": why_not}
 
 
-def _rank(
-    args: Namespace, chunks: list[Any], content_metadata: Mapping[str, Any], rank: int, with_buckets: bool
-) -> dict[str, Any]:
-    """The plain form of ``structure.RankStructure``, of the current rank."""
-    described: list[Any] = []
-    objects: list[str] = []
-    for chunk in chunks:
-        sharded = sharded_state(chunk, content_metadata)
-        described.append(describe_sharded(chunk, sharded, rank))
-        objects += object_keys(sharded, main_only=True)
-    return {
-        "rank": rank,
-        "at": worlds.coordinates(),
-        "chunks": described,
-        "objects": objects,
-        "buffers": worker_buckets.describe(args, chunks) if with_buckets else [],
-    }
+class _World:
+    """The smallest world of a layout, whose ranks are built one after the other."""
+
+    def __init__(self, args: Namespace, content_metadata: Mapping[str, Any], with_buckets: bool) -> None:
+        self._args, self._content_metadata, self._with_buckets = args, content_metadata, with_buckets
+        self._config = _model_config(args)
+
+    def stage(self, ranks: list[int], places: list[dict[str, int]], sample_above: int | None) -> dict[str, Any]:
+        """Ranks, places and descriptions of a pipeline stage; one description with rules in it if that says all."""
+        out: dict[str, Any] = {"ranks": ranks, "at": [places[rank] for rank in ranks]}
+        known: dict[int, dict[str, Any]] = {}
+        if sample_above is not None and len(ranks) > sample_above:
+            known = {ranks[n]: self._describe(ranks[n]) for n in sampled.choose(out["at"])}
+            fitted = sampled.fit([places[rank] for rank in known], list(known.values()))
+            if fitted is not None:
+                return {**out, "fitted": fitted}
+        return {**out, "each": [known.get(rank) or self._describe(rank) for rank in ranks]}
+
+    def _describe(self, rank: int) -> dict[str, Any]:
+        """The plain form of ``structure.RankStructure``, without its place."""
+        tensors: list[Any] = []
+        objects: list[Any] = []
+        with worlds.as_rank(self._args, rank), worlds.without_compiler():
+            chunks = _build(self._config)
+            for chunk in chunks:
+                sharded = sharded_state(chunk, self._content_metadata)
+                tensors.append(describe_sharded(chunk, sharded, rank))
+                objects += [[item.unique_key, _is_main(item.replica_id)] for item in _objects(sharded)]
+            buffers = worker_buckets.describe(self._args, chunks) if self._with_buckets else []
+        return {"chunks": tensors, "objects": objects, "buffers": buffers}
 
 
 def _model_config(args: Namespace) -> Any:
@@ -123,17 +148,15 @@ def sharded_state(chunk: Any, content_metadata: Mapping[str, Any]) -> dict[str, 
     return out
 
 
-def object_keys(sharded: Mapping[str, Any], *, main_only: bool = False) -> list[str]:
-    """Names on disk of the objects (``_extra_state``) in a model chunk's ``sharded_state``, in its order.
+def object_keys(sharded: Mapping[str, Any]) -> list[str]:
+    """Names on disk of the objects (``_extra_state``) in a model chunk's ``sharded_state``, in its order."""
+    return [item.unique_key for item in _objects(sharded)]
 
-    Args:
-        sharded: The state.
-        main_only: Leave out those that another rank saves.
-    """
+
+def _objects(sharded: Mapping[str, Any]) -> list[Any]:
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-    objects = (item for item in _leaves(sharded) if isinstance(item, ShardedObject))
-    return [item.unique_key for item in objects if not main_only or _is_main(item.replica_id)]
+    return [item for item in _leaves(sharded) if isinstance(item, ShardedObject)]
 
 
 def _leaves(item: Any) -> Iterator[Any]:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from math import lcm
 from types import ModuleType
 from typing import Any
@@ -81,32 +82,65 @@ def world_size(args: Namespace) -> int:
 
 def ranks(args: Namespace) -> Iterator[int]:
     """Yields each rank of the smallest world, with Megatron's groups set up for it while it is current."""
-    size = world_size(args)
-    for rank in range(size):
-        with _rank(args, rank, size):
+    for rank in range(world_size(args)):
+        with as_rank(args, rank):
             yield rank
 
 
 @contextmanager
-def _rank(args: Namespace, rank: int, size: int) -> Iterator[None]:
+def as_rank(args: Namespace, rank: int) -> Iterator[None]:
+    """This process is a rank of the smallest world, with Megatron's groups set up for it."""
     from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size(args))
     try:
-        parallel_state.initialize_model_parallel(
-            args.tensor_model_parallel_size,
-            args.pipeline_model_parallel_size,
-            args.virtual_pipeline_model_parallel_size,
-            expert_model_parallel_size=args.expert_model_parallel_size,
-            expert_tensor_parallel_size=args.expert_tensor_parallel_size,
-            order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
-            create_gloo_process_groups=False,  # the fake backend has no gloo beside it
-        )
+        with _only_own_groups(rank):
+            parallel_state.initialize_model_parallel(
+                args.tensor_model_parallel_size,
+                args.pipeline_model_parallel_size,
+                args.virtual_pipeline_model_parallel_size,
+                expert_model_parallel_size=args.expert_model_parallel_size,
+                expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+                order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+                create_gloo_process_groups=False,  # the fake backend has no gloo beside it
+            )
         yield
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+@contextmanager
+def _only_own_groups(rank: int) -> Iterator[None]:
+    """Of the groups of each kind, Megatron makes the one that a rank is in.
+
+    ``initialize_model_parallel`` makes all groups of the world, since its processes must make them together. Here no other
+    process waits, and at a thousand ranks the groups of others would take most of the time.
+    """
+    from megatron.core import parallel_state
+
+    generate = parallel_state.generate_masked_orthogonal_rank_groups
+
+    def own(size: int, sizes: list[int], mask: list[bool]) -> list[list[int]]:
+        return [list(_groups(generate, size, tuple(sizes), tuple(mask))[rank])]
+
+    parallel_state.generate_masked_orthogonal_rank_groups = own
+    try:
+        yield
+    finally:
+        parallel_state.generate_masked_orthogonal_rank_groups = generate
+
+
+@cache
+def _groups(
+    generate: Callable[[int, list[int], list[bool]], list[list[int]]],
+    size: int,
+    sizes: tuple[int, ...],
+    mask: tuple[bool, ...],
+) -> dict[int, list[int]]:
+    """Each rank's group of a kind, as Megatron says."""
+    return {rank: group for group in generate(size, list(sizes), list(mask)) for rank in group}
 
 
 def coordinates() -> dict[str, Any]:
