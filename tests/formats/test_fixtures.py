@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,6 +29,8 @@ SAID = {
     "megatron-0.19/dense_tp2pp2_integrity": ("torch_dist", "fully_reshardable", "0.19"),
     "megatron-0.19/moe_pp2ep2_fully_reshardable": ("torch_dist", "fully_reshardable", "0.19"),
 }
+
+FLATTENED = [name for name, (_, optimizer, _) in SAID.items() if optimizer == "fully_sharded_model_space"]
 
 
 @pytest.fixture(scope="session")
@@ -57,6 +60,22 @@ def test_every_element(name: str, frozen: Callable[[str], Path]) -> None:
             data = read_whole(checkpoint, tensor_name)
             assert hashlib.sha256(data.tobytes()).hexdigest() == tensor["sha256"], tensor_name
         assert set(expected.get("objects", [])) <= set(checkpoint.index.objects)
+
+
+@pytest.mark.parametrize("name", FLATTENED)
+def test_the_official_way_started_from_this_checkpoint(name: str) -> None:
+    expected = json.loads((FIXTURES / name / "expected.json").read_text())["tensors"]
+    official = json.loads((FIXTURES / name / "official.json").read_text())
+    stored = {key.replace("optimizer.state.fp32_param.", "optimizer.state.param."): t for key, t in expected.items()}
+    assert stored.keys() == official["tensors"].keys()
+    for key, tensor in official["tensors"].items():
+        assert math.prod(tensor["shape"]) == math.prod(stored[key]["shape"]), key
+        assert tensor["dtype"] == stored[key]["dtype"], key
+        if not key.startswith("optimizer."):  # a weight is stored as ever
+            assert tensor == stored[key]
+    groups = [group for state in official["optimizers"] for group in state["optimizer"]["param_groups"]]
+    assert len(groups) == (3 if "/moe_" in name else 2)
+    assert {group["step"] for group in groups} == {2}
 
 
 @pytest.mark.parametrize("name", NAMES)
