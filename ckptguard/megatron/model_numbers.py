@@ -15,9 +15,9 @@ from ckptguard.core.index import Index, TensorEntry
 from ckptguard.layout.fits import Dimensions
 from ckptguard.layout.possible import Counts, Elements
 
-# Every TP rank holds these whole.
+# Every TP rank holds these whole. (The gated norm of a Mamba mixer is cut.)
 _COPIED = re.compile(
-    r"norm|router|position_embeddings|(linear_proj|linear_fc2|out_proj)\.bias|_down_proj\.|gate_weight|latent_proj"
+    r"(?<!mixer\.)norm|router|position_embeddings|(linear_proj|linear_fc2|out_proj)\.bias|_down_proj\.|gate_weight|latent_proj"
 )
 _STATES = {"param", "fp32_param", "master_param", "exp_avg", "exp_avg_sq", "momentum_buffer"}
 _MAMBA_EXPANSION = 2
