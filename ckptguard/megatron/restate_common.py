@@ -82,7 +82,7 @@ def of_torch_dist(
 
     Raises:
         TooOldError: The checkpoint version is below 3.
-        DisagreeError: Two ranks stored the same param group differently.
+        BadGroupsError: Two ranks stored the same param group differently.
     """
     made = _common(loaded, states, asked, "torch_dist", notes)
     common = made.common
@@ -238,7 +238,9 @@ def _optimizers(
 
     sources = restate_groups.stored(loaded.get("optimizer"), states)
     if not any(source.groups for source in sources):
-        raise restate_groups.DisagreeError("the source has optimizer state, and no param groups for it in common state")
+        raise restate_groups.BadGroupsError(
+            "the source has optimizer state, and no param groups for it in common state"
+        )
     scheduler: Mapping[str, Any] = next((loaded[name] for name in _SCHEDULERS if name in loaded), {})
     known = _learning_rates(loaded.get("args"), scheduler)
     sources = [restate_groups.completed(source, known, notes) for source in sources]

@@ -29,8 +29,8 @@ OBJECT = re.compile(
 _PREFIX = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_\d+")
 
 
-class DisagreeError(Exception):
-    """Groups of one optimizer differ between the ranks that stored them; says which, where, and both values."""
+class BadGroupsError(Exception):
+    """Param groups are missing, or differ between the ranks that stored them; says which, where, and both values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def arranged(
         notes: Gets a sentence for the user where a group changes its kind.
 
     Raises:
-        DisagreeError: Two ranks stored the same group with different values.
+        BadGroupsError: Two ranks stored the same group with different values.
     """
     own: dict[Place, list[Optimizer]] = {}
     for source in sources:
@@ -174,7 +174,7 @@ def _merged(groups: Iterable[tuple[str, Group]], keys: Sequence[str]) -> list[Gr
         for key, value in group.items():
             if not same(kept.setdefault(key, value), value):
                 named = ", ".join(f"{k} {v}" for k, v in zip(keys, identifier, strict=True) if v is not None)
-                raise DisagreeError(
+                raise BadGroupsError(
                     f"optimizer param group ({named}): {key} is {kept[key]!r} in {first} and {value!r} in {where}"
                 )
     return [group for _, group in out.values()]
@@ -190,7 +190,7 @@ def _scaler(parts: Sequence[Optimizer]) -> dict[str, Any] | None:
     with_one = [part for part in parts if part.grad_scaler is not None]
     for part in with_one[1:]:
         if not same(part.grad_scaler, with_one[0].grad_scaler):
-            raise DisagreeError(
+            raise BadGroupsError(
                 f"grad_scaler is {with_one[0].grad_scaler!r} in {with_one[0].where} and {part.grad_scaler!r} in {part.where}"
             )
     return with_one[0].grad_scaler if with_one else None

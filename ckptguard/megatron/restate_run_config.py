@@ -72,13 +72,22 @@ def edited(text: str, args_changes: Mapping[str, object], *, save_rng: bool, sav
     layout |= _vocabulary(before["model"], args_changes)
     wanted = {(*path, field): value for field, value in layout.items()}
     wanted |= {("checkpoint", "save_rng"): save_rng, ("checkpoint", "save_optim"): save_optim}
+    alone = True
     for keys, value in wanted.items():
-        if _at(before, keys[:-1]).get(keys[-1]) != value:
+        if alone and _at(before, keys[:-1]).get(keys[-1]) != value:
             text = _replaced(text, keys, value)
             _at(before, keys[:-1])[keys[-1]] = value
-    if read(text) != before:
+            alone = _reads_as(text, before)
+    if not alone:
         raise NotUnderstoodError("run_config.yaml: one of its values cannot be changed without changing others")
     return text
+
+
+def _reads_as(text: str, value: dict[str, Any]) -> bool:
+    try:
+        return bool(yaml.safe_load(text) == value)
+    except yaml.YAMLError:
+        return False
 
 
 def _vocabulary(model: Mapping[str, Any], args_changes: Mapping[str, object]) -> dict[str, object]:

@@ -46,7 +46,11 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
         return answered(question)
     except restate_common.TooOldError as error:
         return {"unsupported": str(error), "next_step": restate_common.TooOldError.next_step}
-    except (safe_loading.UnreadableError, restate_groups.DisagreeError, restate_run_config.NotUnderstoodError) as error:
+    except (
+        safe_loading.UnreadableError,
+        restate_groups.BadGroupsError,
+        restate_run_config.NotUnderstoodError,
+    ) as error:
         return {"damaged": str(error)}
 
 
