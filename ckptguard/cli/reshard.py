@@ -99,6 +99,11 @@ def _axes[C: Callable[..., Any]](command: C) -> C:
     show_default=True,
     help="Megatron Core that will read it; `any` also writes common.pt, which releases before 0.19 need.",
 )
+@click.option(
+    "--rdzv",
+    metavar="HOST:PORT",
+    help="Where the ranks of srun meet, a free port of rank 0's host; torchrun says it itself.",
+)
 @options.writing_options
 @options.json_option
 def reshard(
@@ -112,6 +117,7 @@ def reshard(
     gpus: int | None,
     target_version: str,
     sp: bool,
+    rdzv: str | None,
     memory: int,
     threads: int | None,
     no_verify: bool,
@@ -134,7 +140,7 @@ def reshard(
     if target is None:
         raise UsageError("DST is missing", next_step="Give the directory that is to become the new checkpoint.")
     _reshard(
-        source, target, step=step, axes=axes, sp=sp, dry_run=dry_run, as_json=as_json,
+        source, target, step=step, axes=axes, sp=sp, rdzv=rdzv, dry_run=dry_run, as_json=as_json,
         chosen={
             "optimizer": optimizer, "old_readers": target_version == "any", "verify": not no_verify, "memory_bytes": memory,
             "threads": threads, "args": _args(args_file, single_args),
@@ -149,6 +155,7 @@ def _reshard(
     step: str | None,
     axes: Mapping[str, Any],
     sp: bool,
+    rdzv: str | None,
     dry_run: bool,
     as_json: bool,
     chosen: Mapping[str, Any],
@@ -156,6 +163,8 @@ def _reshard(
     from ckptguard.convert.estimates import estimate
     from ckptguard.convert.reshard_source import layout_of
     from ckptguard.convert.resharding import ReshardOptions, prepare_reshard, run_reshard
+    from ckptguard.engine.peers import joined
+    from ckptguard.engine.ranks import world
     from ckptguard.engine.staging import refuse_present
     from ckptguard.formats.registry import open_checkpoint
     from ckptguard.formats.remote import path_of
@@ -164,15 +173,22 @@ def _reshard(
     from ckptguard.report.reshards import reshard_plan_dict, reshard_plan_lines, reshard_result_lines
 
     where = path_of(target)
-    refuse_present(where)
-    with open_checkpoint(source, step=step) as checkpoint, progress_bar(wanted=not as_json) as progress:
+    with (
+        joined(world(rdzv)) as peers,
+        open_checkpoint(source, step=step) as checkpoint,
+        progress_bar(wanted=not as_json and peers.world.first) as progress,
+    ):
+        if peers.world.first:
+            refuse_present(where)
         layout = resolved(layout_of({**checkpoint.index.facts.args, **chosen["args"]}), axes)
         wanted = ReshardOptions(layout=layout, **chosen)
         prepared = prepare_reshard(checkpoint, wanted)
         needs = estimate(checkpoint, where, prepared.total_bytes, verify=wanted.verify, threads=wanted.threads)
         result = None
         if not dry_run:
-            result = run_reshard(prepared, where, wanted, what=f"reshard of {source}", progress=progress)
+            result = run_reshard(prepared, where, wanted, what=f"reshard of {source}", progress=progress, peers=peers)
+    if not peers.world.first:
+        return
     if as_json:
         options.print_json({"plan": reshard_plan_dict(prepared, wanted, needs), "result": result_dict(result)})
         return

@@ -2,17 +2,148 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from ckptguard.convert.canonical import State
+from ckptguard.convert.reshard_plan import ReshardPlan
+from ckptguard.convert.reshard_source import ReshardSource
+from ckptguard.convert.sources import split_state, state_of
+from ckptguard.convert.target import Target
+from ckptguard.core.errors import DamagedError
+from ckptguard.core.index import Index
+from ckptguard.core.problems import Problem
 from ckptguard.engine.filling import Filler
 from ckptguard.engine.fingerprints import fingerprint_checkpoint
-from ckptguard.engine.proving import fingerprints_of
+from ckptguard.engine.proving import Summing, different, fingerprints_of
+from ckptguard.engine.ranks import World, dealt_out
 from ckptguard.engine.workers import Following, Progress
+from ckptguard.fingerprint.manifest import FILE_NAME, parse
 from ckptguard.fingerprint.values import Fingerprint
 from ckptguard.formats.base import Checkpoint
+from ckptguard.formats.chunks import Reader
+from ckptguard.formats.dcp import parse_table
+from ckptguard.formats.storage import Directory
 
+Prints = Mapping[str, Fingerprint]
 Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What one process found out.
+
+    Attributes:
+        equal: Fingerprints of the global tensors that are equal in source and target.
+        stored: Fingerprints of stored tensors, for the manifest.
+    """
+
+    equal: Prints
+    stored: Prints
+
+    def to_bytes(self) -> bytes:
+        """For another process."""
+        parts = [{n: [f.dtype, f.shape, f.sums] for n, f in side.items()} for side in (self.equal, self.stored)]
+        return json.dumps(parts).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Proof:
+        """The other way."""
+        sides = [
+            {n: Fingerprint(dtype, tuple(shape), (sums[0], sums[1])) for n, (dtype, shape, sums) in side.items()}
+            for side in json.loads(data)
+        ]
+        return cls(*sides)
+
+
+def merged(proofs: Sequence[Proof]) -> Proof:
+    """What all processes found out together; each looked at other tensors."""
+    return Proof(
+        {name: value for proof in proofs for name, value in proof.equal.items()},
+        {name: value for proof in proofs for name, value in proof.stored.items()},
+    )
+
+
+def prove(
+    source: ReshardSource,
+    target: Target,
+    plan: ReshardPlan,
+    metadata: bytes,
+    files: Directory,
+    *,
+    summing: Summing | None,
+    world: World,
+    threads: int | None,
+    progress: Progress,
+) -> Proof:
+    """Compares source and written files, this process's share of the tensors.
+
+    Args:
+        source: What was to be written.
+        target: In which layout.
+        plan: As it was planned.
+        metadata: The index as it was written, by which the files are read; not by the plan.
+        files: The written files.
+        summing: Fingerprints that were added up while all chunks were written, if this process wrote them all.
+        world: The processes that share the work.
+        threads: Worker threads.
+        progress: Hears of the bytes read.
+
+    Raises:
+        DamagedError: A tensor is not what the source holds; names all.
+    """
+    table = parse_table(metadata, str(files.root / ".metadata"))
+    written = Checkpoint(Index("dcp", str(files.root), table.tensors, {}, files.listing, {}), files, Reader(files))
+    state = state_of(written.index, target.structures)
+    shapes = _shapes(source.state, state, keeps_optimizer=target.optimizer is not None)
+    sizes = {name: source.state.tensors[name].numel for name in shapes}
+    own = {name: shapes[name] for name in dealt_out(sizes, world.size)[world.rank]}
+    known = sealed_prints(source.checkpoint)
+    total_bytes = sum(chunk.size_bytes for chunk in plan.chunks) // world.size
+    progress.start("proving", total_bytes if known else 2 * total_bytes)
+    found = prints_of(state, written, own, threads=threads, progress=progress)
+    expected = prints_of(source.state, source.checkpoint, own, known=known, threads=threads, progress=progress)
+    wrong = different(expected, found)
+    if wrong:
+        raise DamagedError(
+            f"{files.root}: {len(wrong)} tensors are not what {source.index.location} holds: {'; '.join(wrong[:3])}",
+            problems=[Problem("changed", f"{name}: not what the source holds", tensor=name) for name in wrong],
+            next_step="The target was not given its name. Run `ckptguard verify` on the source, check memory and disk, then"
+            " run the command again.",
+        )
+    stored = {n: f for n, f in found.items() if state.tensors[n].entry and state.tensors[n].shape == f.shape}
+    others = {c.name: c.box.numel for c in plan.chunks if not _is_straight(state, shapes, c.name)}
+    rest = set(dealt_out(others, world.size)[world.rank])
+    return Proof(found, {**stored, **_added_up(rest, summing, written, threads, progress)})
+
+
+def _is_straight(state: State, shapes: Shapes, name: str) -> bool:
+    """Whether a stored tensor is a global one, compared in its whole shape."""
+    return name in shapes and state.tensors[name].entry is not None and state.tensors[name].shape == shapes[name]
+
+
+def _added_up(
+    names: set[str], summing: Summing | None, written: Checkpoint, threads: int | None, progress: Progress
+) -> Prints:
+    """Fingerprints of stored tensors that are no global ones: buckets, and vocabularies with padding."""
+    if not names:
+        return {}
+    if summing is not None and summing.complete:
+        added = summing.fingerprints()
+        return {name: added[name] for name in names}
+    return fingerprint_checkpoint(
+        written, keep=lambda entry: entry.name in names, threads=threads, progress=Following(progress)
+    )
+
+
+def _shapes(source: State, target: State, *, keeps_optimizer: bool) -> dict[str, tuple[int, ...]]:
+    """What both sides must have alike: every tensor, of a vocabulary the rows that both have."""
+    out = {}
+    for name, tensor in source.tensors.items():
+        if keeps_optimizer or split_state(name) is None:
+            out[name] = tuple(min(a, b) for a, b in zip(tensor.shape, target.tensors[name].shape, strict=True))
+    return out
 
 
 def prints_of(
@@ -20,7 +151,7 @@ def prints_of(
     checkpoint: Checkpoint,
     shapes: Shapes,
     *,
-    known: Mapping[str, Fingerprint] | None = None,
+    known: Prints | None = None,
     threads: int | None = None,
     progress: Progress,
 ) -> dict[str, Fingerprint]:
@@ -32,7 +163,7 @@ def prints_of(
     Args:
         state: The checkpoint's tensors.
         checkpoint: The files.
-        shapes: Which tensors, and how much of each: a vocabulary without padding that the other side does not have.
+        shapes: Which tensors, and how much of each.
         known: Fingerprints that the checkpoint was sealed with, by stored name; their tensors are not read again.
         threads: Worker threads.
         progress: Hears of the bytes read.
@@ -58,17 +189,8 @@ def prints_of(
     return out
 
 
-def common_shapes(source: State, target: State, keep: Callable[[str], bool]) -> dict[str, tuple[int, ...]]:
-    """What both sides must have alike: every tensor, of a vocabulary the rows that both have.
-
-    Args:
-        source: One side.
-        target: The other.
-        keep: Which of the source's tensors went along.
-    """
-    out = {}
-    for name, tensor in source.tensors.items():
-        if keep(name):
-            other = target.tensors[name].shape
-            out[name] = tuple(min(a, b) for a, b in zip(tensor.shape, other, strict=True))
-    return out
+def sealed_prints(checkpoint: Checkpoint) -> Prints | None:
+    """The fingerprints that a checkpoint was sealed with, by stored name; None if it was not."""
+    if checkpoint.index.format == "torch" or FILE_NAME not in checkpoint.files.listing:
+        return None
+    return parse(checkpoint.files.read(FILE_NAME), str(checkpoint.files.root / FILE_NAME)).fingerprints or None

@@ -13,7 +13,7 @@ from blake3 import blake3
 from ckptguard.convert.import_plan import RankFile
 from ckptguard.convert.placing import COMMON_STATE, placed, with_common_state
 from ckptguard.convert.reshard_plan import ReshardPlan, plan_torch_dist
-from ckptguard.convert.reshard_proof import common_shapes, prints_of
+from ckptguard.convert.reshard_proof import Proof, merged, prove
 from ckptguard.convert.reshard_source import (
     ReshardSource,
     asks_for_source,
@@ -21,26 +21,22 @@ from ckptguard.convert.reshard_source import (
     open_source,
     refuse_unfit,
 )
-from ckptguard.convert.sources import split_state, state_of
+from ckptguard.convert.sources import split_state
 from ckptguard.convert.target import OptimizerForm, Target
-from ckptguard.core.errors import DamagedError, UnsupportedError, UsageError
+from ckptguard.core.errors import UnsupportedError, UsageError
 from ckptguard.core.index import Index
 from ckptguard.core.plan import Made
-from ckptguard.core.problems import Problem
 from ckptguard.core.writing import Elements, TargetFile, WritePlan
 from ckptguard.engine.filling import Filler
-from ckptguard.engine.fingerprints import fingerprint_checkpoint
-from ckptguard.engine.proving import Summing, different
-from ckptguard.engine.staging import Staging
-from ckptguard.engine.workers import SILENT, Following, Progress
+from ckptguard.engine.peers import Alone, Peers, barrier
+from ckptguard.engine.proving import Summing
+from ckptguard.engine.shared_staging import Shared
+from ckptguard.engine.workers import SILENT, Progress
 from ckptguard.engine.write_digests import digest_of, manifest_of
-from ckptguard.engine.writing import write
-from ckptguard.fingerprint.manifest import FILE_NAME, FileDigest, parse
-from ckptguard.fingerprint.values import Fingerprint
+from ckptguard.fingerprint.manifest import FILE_NAME
 from ckptguard.formats import torch_dist_writer as writer
 from ckptguard.formats.base import Checkpoint
-from ckptguard.formats.chunks import Reader
-from ckptguard.formats.dcp import collector_paused, parse_table
+from ckptguard.formats.dcp import collector_paused
 from ckptguard.formats.storage import Directory
 from ckptguard.formats.zip_frames import empty_tensor_in_list
 from ckptguard.layout.layouts import Layout
@@ -109,10 +105,6 @@ class ReshardPrepared:
         """Bytes of all files."""
         small = sum(len(data) for data in {**self.small, **self.root_files}.values())
         return sum(file.size_bytes for file in self.write_plan.files) + small
-
-    def goes_along(self, name: str) -> bool:
-        """Whether a global tensor of the source is in the target."""
-        return self.target.optimizer is not None or split_state(name) is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,8 +336,14 @@ def _identity(
 
 
 def run_reshard(
-    prepared: ReshardPrepared, dst: Path, options: ReshardOptions, *, what: str, progress: Progress = SILENT
-) -> Resharded:
+    prepared: ReshardPrepared,
+    dst: Path,
+    options: ReshardOptions,
+    *,
+    what: str,
+    progress: Progress = SILENT,
+    peers: Peers | None = None,
+) -> Resharded | None:
     """Runs a planned resharding: writes, proves, seals, and only then gives the target its name.
 
     Args:
@@ -354,29 +352,43 @@ def run_reshard(
         options: As given to ``prepare_reshard``.
         what: The command in the user's words.
         progress: Hears of the bytes done.
+        peers: The processes that share the work, each of which has prepared the same plan; None is this one alone.
+
+    Returns:
+        What was done; None on all ranks but the first.
 
     Raises:
         UsageError: The target is there already.
         DamagedError: The source is not what its index says, or the target is not what the source holds; it does not appear.
-        EnvironmentFailedError: No room, or an error of the file system.
+        EnvironmentFailedError: No room, or an error of the file system, or of another process.
     """
-    source, folder = prepared.source, prepared.folder
+    source, folder, peers = prepared.source, prepared.folder, peers or Alone()
     filler = Filler((*prepared.plan.chunks, *prepared.side_files), source.state.sources, source.checkpoint)
-    with Staging.open(dst, prepared.write_plan.identity, what=what) as staging:
-        summing = Summing(filler) if options.verify else None
-        digests: dict[str, FileDigest] = write(
-            prepared.write_plan, staging, summing or filler, memory_bytes=options.memory_bytes, threads=options.threads,
-            progress=progress,
+    with Shared.open(dst, prepared.write_plan, what=what, peers=peers) as shared:
+        summing = Summing(filler) if options.verify and peers.world.size == 1 else None
+        shared.write(
+            summing or filler, memory_bytes=options.memory_bytes, threads=options.threads, progress=progress
         )  # fmt: skip
-        proved: int | None = None
-        prints: Mapping[str, Fingerprint] = {}
-        if summing is not None:
-            with Directory(staging.path / folder) as files:
-                proved, prints = _prove(prepared, files, dst, summing, options.threads, progress)
-        digests |= {f"{folder}/{name}": digest_of(data) for name, data in prepared.small.items()}
-        manifest = manifest_of(digests, prints, below=folder)
-        staging.commit({**_last(prepared, manifest.to_bytes()), **prepared.root_files})
-    return Resharded(dst, manifest.seal, proved, sum(d.size_bytes for d in digests.values()))
+        proof = Proof({}, {})
+        if options.verify:
+            barrier(peers, "written")
+            with Directory(shared.path / folder) as files, peers.moving(progress) as moving:
+                proof = prove(
+                    prepared.source, prepared.target, prepared.plan, prepared.small[".metadata"], files,
+                    summing=summing, world=peers.world, threads=peers.world.threads(options.threads), progress=moving,
+                )  # fmt: skip
+        gathered = shared.gather(proof.to_bytes())
+        done = None
+        if gathered is not None:
+            whole = merged([Proof.from_bytes(result) for result in gathered.results])
+            digests = {f"{folder}/{name}": digest_of(data) for name, data in prepared.small.items()}
+            digests = {**gathered.digests, **digests}
+            manifest = manifest_of(digests, whole.stored, below=folder)
+            shared.commit({**_last(prepared, manifest.to_bytes()), **prepared.root_files})
+            written = sum(digest.size_bytes for digest in digests.values())
+            done = Resharded(dst, manifest.seal, len(whole.equal) if options.verify else None, written)
+        shared.done()
+    return done
 
 
 def _last(prepared: ReshardPrepared, manifest: bytes) -> dict[str, bytes]:
@@ -385,60 +397,3 @@ def _last(prepared: ReshardPrepared, manifest: bytes) -> dict[str, bytes]:
     first = {name: data for name, data in prepared.small.items() if name not in markers}
     files = {**first, FILE_NAME: manifest, **{name: prepared.small[name] for name in markers}}
     return {f"{prepared.folder}/{name}": data for name, data in files.items()}
-
-
-def _prove(
-    prepared: ReshardPrepared, files: Directory, dst: Path, summing: Summing, threads: int | None, progress: Progress
-) -> tuple[int, Mapping[str, Fingerprint]]:
-    """Compares source and written files; returns how many tensors are equal, and the fingerprints of what is stored."""
-    source = prepared.source
-    table = parse_table(prepared.small[".metadata"], str(dst / prepared.folder / ".metadata"))
-    index = Index("dcp", str(files.root), table.tensors, {}, files.listing, {})
-    written = Checkpoint(index, files, Reader(files))
-    state = state_of(index, prepared.target.structures)
-    shapes = common_shapes(source.state, state, prepared.goes_along)
-    known = sealed_prints(source.checkpoint)
-    progress.start("proving", (1 if known else 2) * sum(chunk.size_bytes for chunk in prepared.plan.chunks))
-    found = prints_of(state, written, shapes, threads=threads, progress=progress)
-    expected = prints_of(source.state, source.checkpoint, shapes, known=known, threads=threads, progress=progress)
-    wrong = different(expected, found)
-    if wrong:
-        problems = [Problem("changed", f"{name}: not what the source holds", tensor=name) for name in wrong]
-        raise DamagedError(
-            f"{files.root}: {len(wrong)} of {len(expected)} tensors are not what {source.index.location} holds: "
-            f"{'; '.join(wrong[:3])}",
-            problems=problems,
-            next_step="The target was not given its name. Run `ckptguard verify` on the source, check memory and disk, then "
-            "run the command again.",
-        )
-    return len(expected), _stored_prints(prepared, state.tensors, found, written, summing, threads, progress)
-
-
-def _stored_prints(
-    prepared: ReshardPrepared,
-    tensors: Mapping[str, Any],
-    found: Mapping[str, Fingerprint],
-    written: Checkpoint,
-    summing: Summing,
-    threads: int | None,
-    progress: Progress,
-) -> dict[str, Fingerprint]:
-    """Fingerprints by stored name, for the manifest: those found, and of buckets and padded tensors those added up."""
-    straight = {name for name, value in found.items() if tensors[name].entry and tensors[name].shape == value.shape}
-    out = {name: found[name] for name in straight}
-    rest = {chunk.name for chunk in prepared.plan.chunks} - out.keys()
-    if not rest:
-        return out
-    if summing.complete:
-        added = summing.fingerprints()
-        return out | {name: added[name] for name in rest}
-    return out | fingerprint_checkpoint(
-        written, keep=lambda entry: entry.name in rest, threads=threads, progress=Following(progress)
-    )
-
-
-def sealed_prints(checkpoint: Checkpoint) -> Mapping[str, Fingerprint] | None:
-    """The fingerprints that a checkpoint was sealed with, by stored name; None if it was not."""
-    if checkpoint.index.format == "torch" or FILE_NAME not in checkpoint.files.listing:
-        return None
-    return parse(checkpoint.files.read(FILE_NAME), str(checkpoint.files.root / FILE_NAME)).fingerprints or None

@@ -122,6 +122,16 @@ def joined(world: World) -> Iterator[Peers]:
         signal.signal(signal.SIGTERM, before)
 
 
+def barrier(peers: Peers, name: str) -> None:
+    """Returns once every rank has come here; ``name`` is used once in a run."""
+    if peers.world.first:
+        peers.await_all(name)
+        peers.tell(f"{name} by all")
+    else:
+        peers.arrive(name)
+        peers.hear(f"{name} by all")
+
+
 class _Joined:
     """The peers of one rank of several. ``_watch`` runs in the thread that owns the store, all else in the main thread.
 

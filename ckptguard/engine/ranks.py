@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ckptguard.core.errors import UsageError
@@ -114,14 +115,20 @@ def share(plan: WritePlan, size: int) -> tuple[WritePlan, ...]:
     Returns:
         A plan per rank, of the same identity, its files in the plan's order. Together they are the plan.
     """
-    sizes = {file.path: file.size_bytes for file in plan.files}
-    loads = [(0, rank) for rank in range(size)]
-    rank_of: dict[str, int] = {}
-    for path in sorted(sizes, key=lambda path: -sizes[path]):
-        load_bytes, rank = heapq.heappop(loads)
-        rank_of[path] = rank
-        heapq.heappush(loads, (load_bytes + sizes[path], rank))
+    shares = dealt_out({file.path: file.size_bytes for file in plan.files}, size)
+    rank_of = {path: rank for rank, paths in enumerate(shares) for path in paths}
     rows: list[list[int]] = [[] for _ in range(size)]
     for number, file in enumerate(plan.files):
         rows[rank_of[file.path]].append(number)
     return tuple(WritePlan(tuple(plan.files[number] for number in row), plan.identity) for row in rows)
+
+
+def dealt_out(sizes: Mapping[str, int], count: int) -> list[list[str]]:
+    """Names dealt out to so many shares: the largest first, each to the share with the least so far. Always the same way."""
+    loads = [(0, number) for number in range(count)]
+    out: list[list[str]] = [[] for _ in range(count)]
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        load, number = heapq.heappop(loads)
+        out[number].append(name)
+        heapq.heappush(loads, (load + sizes[name], number))
+    return out
