@@ -76,6 +76,14 @@ def _axes[C: Callable[..., Any]](command: C) -> C:
     "reads that one; `none` leaves the state out.",
 )
 @click.option(
+    "--to",
+    "to",
+    type=click.Choice(["torch_dist", "torch"]),
+    default="torch_dist",
+    show_default=True,
+    help="Form of the target: today's, or legacy mp_rank_* files.",
+)
+@click.option(
     "--arg",
     "single_args",
     multiple=True,
@@ -111,6 +119,7 @@ def reshard(
     target: str | None,
     step: str | None,
     optimizer: str,
+    to: str,
     single_args: tuple[str, ...],
     args_file: str | None,
     list_layouts: bool,
@@ -143,7 +152,7 @@ def reshard(
         source, target, step=step, axes=axes, sp=sp, rdzv=rdzv, dry_run=dry_run, as_json=as_json,
         chosen={
             "optimizer": optimizer, "old_readers": target_version == "any", "verify": not no_verify, "memory_bytes": memory,
-            "threads": threads, "args": _args(args_file, single_args),
+            "threads": threads, "to": to, "args": _args(args_file, single_args),
         },
     )  # fmt: skip
 

@@ -7,12 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptguard.convert.canonical import State
-from ckptguard.convert.reshard_plan import ReshardPlan
+from ckptguard.convert.output import Output
 from ckptguard.convert.reshard_source import ReshardSource
-from ckptguard.convert.sources import split_state, state_of
-from ckptguard.convert.target import Target
+from ckptguard.convert.sources import split_state
 from ckptguard.core.errors import DamagedError
-from ckptguard.core.index import Index
 from ckptguard.core.problems import Problem
 from ckptguard.engine.filling import Filler
 from ckptguard.engine.fingerprints import fingerprint_checkpoint
@@ -22,8 +20,6 @@ from ckptguard.engine.workers import Following, Progress
 from ckptguard.fingerprint.manifest import FILE_NAME, parse
 from ckptguard.fingerprint.values import Fingerprint
 from ckptguard.formats.base import Checkpoint
-from ckptguard.formats.chunks import Reader
-from ckptguard.formats.dcp import parse_table
 from ckptguard.formats.storage import Directory
 
 Prints = Mapping[str, Fingerprint]
@@ -67,11 +63,10 @@ def merged(proofs: Sequence[Proof]) -> Proof:
 
 def prove(
     source: ReshardSource,
-    target: Target,
-    plan: ReshardPlan,
-    metadata: bytes,
+    output: Output,
     files: Directory,
     *,
+    keeps_optimizer: bool,
     summing: Summing | None,
     world: World,
     threads: int | None,
@@ -81,10 +76,9 @@ def prove(
 
     Args:
         source: What was to be written.
-        target: In which layout.
-        plan: As it was planned.
-        metadata: The index as it was written, by which the files are read; not by the plan.
-        files: The written files.
+        output: As it was planned.
+        files: The written files; they are read by what they say of themselves, not by the plan.
+        keeps_optimizer: Whether the optimizer's state went along.
         summing: Fingerprints that were added up while all chunks were written, if this process wrote them all.
         world: The processes that share the work.
         threads: Worker threads.
@@ -93,14 +87,12 @@ def prove(
     Raises:
         DamagedError: A tensor is not what the source holds; names all.
     """
-    table = parse_table(metadata, str(files.root / ".metadata"))
-    written = Checkpoint(Index("dcp", str(files.root), table.tensors, {}, files.listing, {}), files, Reader(files))
-    state = state_of(written.index, target.structures)
-    shapes = _shapes(source.state, state, keeps_optimizer=target.optimizer is not None)
+    state, written = output.read_back(files)
+    shapes = _shapes(source.state, state, keeps_optimizer=keeps_optimizer)
     sizes = {name: source.state.tensors[name].numel for name in shapes}
     own = {name: shapes[name] for name in dealt_out(sizes, world.size)[world.rank]}
     known = sealed_prints(source.checkpoint)
-    total_bytes = sum(chunk.size_bytes for chunk in plan.chunks) // world.size
+    total_bytes = sum(chunk.size_bytes for chunk in output.chunks) // world.size
     progress.start("proving", total_bytes if known else 2 * total_bytes)
     found = prints_of(state, written, own, threads=threads, progress=progress)
     expected = prints_of(source.state, source.checkpoint, own, known=known, threads=threads, progress=progress)
@@ -112,8 +104,8 @@ def prove(
             next_step="The target was not given its name. Run `ckptguard verify` on the source, check memory and disk, then"
             " run the command again.",
         )
-    stored = {n: f for n, f in found.items() if state.tensors[n].entry and state.tensors[n].shape == f.shape}
-    others = {c.name: c.box.numel for c in plan.chunks if not _is_straight(state, shapes, c.name)}
+    stored = {n: f for n, f in found.items() if n in written.index.tensors and state.tensors[n].shape == f.shape}
+    others = {n: entry.numel for n, entry in written.index.tensors.items() if not _is_straight(state, shapes, n)}
     rest = set(dealt_out(others, world.size)[world.rank])
     return Proof(found, {**stored, **_added_up(rest, summing, written, threads, progress)})
 
@@ -131,7 +123,8 @@ def _added_up(
         return {}
     if summing is not None and summing.complete:
         added = summing.fingerprints()
-        return {name: added[name] for name in names}
+        if names <= added.keys():
+            return {name: added[name] for name in names}
     return fingerprint_checkpoint(
         written, keep=lambda entry: entry.name in names, threads=threads, progress=Following(progress)
     )

@@ -10,9 +10,8 @@ from typing import Any, Literal
 
 from blake3 import blake3
 
-from ckptguard.convert.import_plan import RankFile
-from ckptguard.convert.placing import COMMON_STATE, placed, with_common_state
-from ckptguard.convert.reshard_plan import ReshardPlan, plan_torch_dist
+from ckptguard.convert.output import Output, legacy_output, torch_dist_output
+from ckptguard.convert.reshard_plan import plan_torch_dist
 from ckptguard.convert.reshard_proof import Proof, merged, prove
 from ckptguard.convert.reshard_source import (
     ReshardSource,
@@ -34,17 +33,16 @@ from ckptguard.engine.shared_staging import Shared
 from ckptguard.engine.workers import SILENT, Progress
 from ckptguard.engine.write_digests import digest_of, manifest_of
 from ckptguard.fingerprint.manifest import FILE_NAME
-from ckptguard.formats import torch_dist_writer as writer
 from ckptguard.formats.base import Checkpoint
 from ckptguard.formats.dcp import collector_paused
 from ckptguard.formats.storage import Directory
-from ckptguard.formats.zip_frames import empty_tensor_in_list
 from ckptguard.layout.layouts import Layout
 from ckptguard.layout.ranks import Grid
 from ckptguard.megatron.reshard_args import target_args
 from ckptguard.megatron.restate import Restate, Restated, restate
 from ckptguard.megatron.structure import Structures, structures_for
 
+TargetFormat = Literal["torch_dist", "torch"]
 OptimizerChoice = Literal["keep", "dp_reshardable", "fully_reshardable", "none"]
 _SHARDED = ("dp_reshardable", "fully_reshardable")
 
@@ -57,6 +55,7 @@ class ReshardOptions:
         layout: Target layout.
         optimizer: Form of the optimizer's state; "keep" is the source's where it still exists, else ``fully_reshardable``.
         args: Training args that the checkpoint does not store, or stores otherwise; the target stores them.
+        to: Form of the target.
         old_readers: Also write common.pt, which readers before Megatron Core 0.19 need.
         verify: Prove the result before it appears.
         memory_bytes: Most bytes of buffers.
@@ -66,6 +65,7 @@ class ReshardOptions:
     layout: Layout = field(default_factory=Layout)
     optimizer: OptimizerChoice = "keep"
     args: Mapping[str, object] = field(default_factory=dict)
+    to: TargetFormat = "torch_dist"
     old_readers: bool = False
     verify: bool = True
     memory_bytes: int = 2 << 30
@@ -80,10 +80,9 @@ class ReshardPrepared:
         source: The open source.
         target: The ranks of the target, and its optimizer's form.
         layout: Of the target, with everything that was left open filled in.
-        plan: What is written.
-        side_files: Files that go along as they are; after the plan's chunks in the order of elements.
+        output: What is written.
+        side_files: Files that go along as they are; after the output's chunks in the order of elements.
         write_plan: The files, byte by byte.
-        small: Files of the iteration directory that are written last, by name.
         root_files: Files of the root, by name.
         folder: Name of the iteration directory.
         notes: What changes beside the layout; sentences for the user.
@@ -92,10 +91,9 @@ class ReshardPrepared:
     source: ReshardSource
     target: Target
     layout: Layout
-    plan: ReshardPlan
+    output: Output
     side_files: tuple[Made, ...]
     write_plan: WritePlan
-    small: Mapping[str, bytes]
     root_files: Mapping[str, bytes]
     folder: str
     notes: tuple[str, ...]
@@ -103,7 +101,7 @@ class ReshardPrepared:
     @property
     def total_bytes(self) -> int:
         """Bytes of all files."""
-        small = sum(len(data) for data in {**self.small, **self.root_files}.values())
+        small = sum(len(data) for data in {**self.output.small, **self.root_files}.values())
         return sum(file.size_bytes for file in self.write_plan.files) + small
 
 
@@ -153,11 +151,30 @@ def prepare_reshard(checkpoint: Checkpoint, options: ReshardOptions) -> ReshardP
         )
     with collector_paused():  # a large model has a million values that live as long as the plan
         source = open_source(checkpoint, own)
-        plan = plan_torch_dist(source.state, target)
+        plan = plan_torch_dist(source.state, target) if options.to == "torch_dist" else None
     layout = layout_of(wanted.args)
+    folder = "release" if source.iteration == "release" else f"iter_{source.iteration:07d}"
     state = _restated(source, target, layout, {**options.args, **wanted.changes}, options)
-    files, carried = _with_objects(source, target, plan, state)
-    return _prepared(source, target, layout, plan, files, state, options, (*wanted.notes, *state.notes, *carried))
+    output = (
+        torch_dist_output(source, target, state, plan, folder)
+        if plan is not None
+        else legacy_output(source, target, state, folder)
+    )
+    side = source.side_files()
+    files = [*output.files]
+    for key, made in enumerate(side, len(output.chunks)):
+        files.append(TargetFile(f"{folder}/{made.name}", (Elements(key, made.size_bytes),)))
+    identity = _identity(source, output.small, state.root_files, layout, options)
+    notes = (*wanted.notes, *state.notes, *output.notes)
+    return ReshardPrepared(
+        source, target, layout, output, side, WritePlan(tuple(files), identity), state.root_files, folder, notes
+    )
+
+
+def _restated_form(target: Target, options: ReshardOptions) -> Literal["dp_reshardable", "fully_reshardable"] | None:
+    """Where the param groups of the optimizer go: legacy files hold them as ``fully_reshardable`` does, in one place."""
+    form = _sharded(target.optimizer)
+    return "fully_reshardable" if form is not None and options.to == "torch" else form
 
 
 def _form(index: Index, choice: OptimizerChoice) -> OptimizerForm | None:
@@ -236,83 +253,16 @@ def _restated(
         world_changed=(before.tp, before.pp, before.dp, before.cp) != (layout.tp, layout.pp, layout.dp, layout.cp),
         has_rng=bool(source.objects_named("rng_state/")),
         args_changes=changes,
-        optimizer_format=_sharded(target.optimizer),
+        optimizer_format=_restated_form(target, options),
         group_states=source.group_states(),
         groups=tuple(groups),
         buffers=buffers if target.optimizer == "dp_reshardable" else {},
         run_config=source.file("run_config.yaml"),
         train_state=source.file("train_state.pt"),
         old_readers=options.old_readers,
+        legacy=options.to == "torch",
     )
     return restate(question)
-
-
-def _with_objects(
-    source: ReshardSource, target: Target, plan: ReshardPlan, state: Restated
-) -> tuple[dict[int, tuple[str, ...]], list[str]]:
-    """Names of the objects that each rank's file holds, in Megatron's order, and what is to be said of them."""
-    by_rank: dict[int, list[str]] = {file.rank: list(file.objects) for file in plan.files}
-    for rank in target.structures.ranks:
-        for prefix, _, ranks in target.optimizer_groups(rank):
-            names = [name for name in state.objects if name.startswith(f"{prefix}.")]
-            by_rank.setdefault(ranks[0], []).extend(names)
-    first = min(by_rank)
-    for keep, kind in ((state.keep_rerun, "rerun_state_machine_state/"), (state.keep_rng, "rng_state/")):
-        for name in source.objects_named(kind) if keep else ():
-            by_rank.setdefault(_rank_of_object(name, target), []).append(name)
-    wanted = {name for file in plan.files for name in file.objects}
-    own = source.own_objects()
-    left = [name for name in own if name not in wanted]
-    by_rank[first] += left
-    notes = []
-    if left:
-        notes.append(f"{len(left)} objects that the model does not ask for go along as they are, such as {left[0]}")
-    empty = [name for name in wanted if name not in source.index.objects]
-    if empty:
-        notes.append(
-            f"{len(empty)} objects that are not stored are written empty, as of modules without fp8: {empty[0]}..."
-        )
-    return {rank: tuple(names) for rank, names in by_rank.items()}, notes
-
-
-def _rank_of_object(name: str, target: Target) -> int:
-    """The rank that saves an object of its own: ``rng_state/shard_PP.TP_...``, ``rerun_state_machine_state/shard_RANK_...``."""
-    at = [int(part) for part in name.partition("/shard_")[2].partition("_")[0].split(".")]
-    return target.grid.dense(at[1], at[0]) if name.startswith("rng_state/") else at[0]
-
-
-def _prepared(
-    source: ReshardSource,
-    target: Target,
-    layout: Layout,
-    plan: ReshardPlan,
-    objects: Mapping[int, tuple[str, ...]],
-    state: Restated,
-    options: ReshardOptions,
-    notes: tuple[str, ...],
-) -> ReshardPrepared:
-    chunks = {file.rank: file.chunks for file in plan.files}
-    files = with_common_state([RankFile(rank, names, chunks.get(rank, ())) for rank, names in sorted(objects.items())])
-
-    def blob_of(name: str) -> bytes:
-        if name == COMMON_STATE:
-            return state.common_state
-        if name in state.objects:
-            return state.objects[name]
-        return source.blob(name) if name in source.index.objects else empty_tensor_in_list()
-
-    on_disk = placed(files, blob_of)
-    folder = "release" if source.iteration == "release" else f"iter_{source.iteration:07d}"
-    side = source.side_files()
-    small = {**state.iteration_files, ".metadata": writer.metadata_bytes([file for file, _ in on_disk])}
-    small["metadata.json"] = writer.config_bytes()
-    targets = [TargetFile(f"{folder}/{file.name}", parts) for file, parts in on_disk]
-    count = sum(len(file.chunks) for file in plan.files)
-    targets += [TargetFile(f"{folder}/{m.name}", (Elements(k, m.size_bytes),)) for k, m in enumerate(side, count)]
-    identity = _identity(source, small, state.root_files, layout, options)
-    return ReshardPrepared(
-        source, target, layout, plan, side, WritePlan(tuple(targets), identity), small, state.root_files, folder, notes
-    )
 
 
 def _identity(
@@ -329,6 +279,7 @@ def _identity(
         "files": {name: blake3(data).hexdigest() for name, data in sorted({**small, **root}.items())},
         "layout": layout.as_dict(),
         "optimizer": options.optimizer,
+        "to": options.to,
         "args": {name: str(value) for name, value in sorted(options.args.items())},
         "verify": options.verify,
     }
@@ -363,7 +314,7 @@ def run_reshard(
         EnvironmentFailedError: No room, or an error of the file system, or of another process.
     """
     source, folder, peers = prepared.source, prepared.folder, peers or Alone()
-    filler = Filler((*prepared.plan.chunks, *prepared.side_files), source.state.sources, source.checkpoint)
+    filler = Filler((*prepared.output.chunks, *prepared.side_files), source.state.sources, source.checkpoint)
     with Shared.open(dst, prepared.write_plan, what=what, peers=peers) as shared:
         summing = Summing(filler) if options.verify and peers.world.size == 1 else None
         shared.write(
@@ -374,17 +325,17 @@ def run_reshard(
             barrier(peers, "written")
             with Directory(shared.path / folder) as files, peers.moving(progress) as moving:
                 proof = prove(
-                    prepared.source, prepared.target, prepared.plan, prepared.small[".metadata"], files,
+                    prepared.source, prepared.output, files, keeps_optimizer=prepared.target.optimizer is not None,
                     summing=summing, world=peers.world, threads=peers.world.threads(options.threads), progress=moving,
                 )  # fmt: skip
         gathered = shared.gather(proof.to_bytes())
         done = None
         if gathered is not None:
             whole = merged([Proof.from_bytes(result) for result in gathered.results])
-            digests = {f"{folder}/{name}": digest_of(data) for name, data in prepared.small.items()}
+            digests = {f"{folder}/{name}": digest_of(data) for name, data in prepared.output.small.items()}
             digests = {**gathered.digests, **digests}
             manifest = manifest_of(digests, whole.stored, below=folder)
-            shared.commit({**_last(prepared, manifest.to_bytes()), **prepared.root_files})
+            shared.commit(_last(prepared, manifest.to_bytes()))
             written = sum(digest.size_bytes for digest in digests.values())
             done = Resharded(dst, manifest.seal, len(whole.equal) if options.verify else None, written)
         shared.done()
@@ -392,8 +343,10 @@ def run_reshard(
 
 
 def _last(prepared: ReshardPrepared, manifest: bytes) -> dict[str, bytes]:
-    """The small files of the iteration directory in an order in which nothing looks whole before it is."""
-    markers = (".metadata", "metadata.json")
-    first = {name: data for name, data in prepared.small.items() if name not in markers}
-    files = {**first, FILE_NAME: manifest, **{name: prepared.small[name] for name in markers}}
-    return {f"{prepared.folder}/{name}": data for name, data in files.items()}
+    """The small files in an order in which nothing looks whole before it is: the index after the manifest that it must fit."""
+    names = list(prepared.output.small)
+    first = len(names) - prepared.output.markers
+    files = {name: prepared.output.small[name] for name in names[:first]}
+    files[FILE_NAME] = manifest
+    files |= {name: prepared.output.small[name] for name in names[first:]}
+    return {**{f"{prepared.folder}/{name}": data for name, data in files.items()}, **prepared.root_files}

@@ -9,7 +9,7 @@ where its tensors stand in the global ones, so every tensor is listed as that ra
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +69,10 @@ class LegacyTorch:
                 continue
             if isinstance(archive.value, dict) and "args" in archive.value and not common:
                 common = archive.value
-        problems += _missing_ranks(files)
         optimizer = "legacy distributed (bucket space)" if any("distrib_optim.pt" in n for n in objects) else None
         extra = {"checkpoint_version": common["checkpoint_version"]} if "checkpoint_version" in common else {}
         said = facts.gather(common, {}, version=None, optimizer=optimizer, extra=extra)
+        problems += _missing_ranks(files, said.layout)
         return Index("torch", str(files.root), tensors, objects, files.listing, {}, said, tuple(problems))
 
 
@@ -107,7 +107,7 @@ def _key(key: Any) -> str:
     return f"torch.{key}" if type(key).__name__ == "DType" else str(key)
 
 
-def _missing_ranks(files: Directory) -> list[Problem]:
+def _missing_ranks(files: Directory, layout: Mapping[str, int]) -> list[Problem]:
     """Ranks run from 0 without holes in each axis, and each rank has the files that the others have."""
     ranks: dict[tuple[int, ...], set[str]] = {}
     for name in files.listing:
@@ -117,19 +117,25 @@ def _missing_ranks(files: Directory) -> list[Problem]:
             ranks.setdefault(tuple(int(g) for g in match.groups() if g is not None), set()).add(rest)
     usual = set().union(*ranks.values()) if ranks else set()
     out = []
-    for rank in sorted(_expected(set(ranks))):
+    for rank in sorted(_expected(set(ranks), layout)):
         for rest in sorted(usual - ranks.get(rank, set())):
             name = "mp_rank_" + "_".join(f"{n:0{2 if i == 0 else 3}d}" for i, n in enumerate(rank)) + f"/{rest}"
             out.append(Problem("missing-file", f"{name} is missing; the other ranks have theirs", file=name))
     return out
 
 
-def _expected(ranks: set[tuple[int, ...]]) -> set[tuple[int, ...]]:
+def _expected(ranks: set[tuple[int, ...]], layout: Mapping[str, int]) -> set[tuple[int, ...]]:
     """Every index of every axis; with experts, each stage has the (tensor, expert) pairs that the other stages have.
 
-    Not every pair exists: with expert TP below TP, a tensor rank meets only some expert ranks.
+    Not every pair exists: with expert TP below TP, a tensor rank meets only some expert ranks. Without stages the second
+    number is that of the expert rank; which pairs there are then follows from the sizes.
     """
     shape = [max(axis) + 1 for axis in zip(*ranks, strict=False)]
+    ep = layout.get("ep", 1)
+    if len(shape) == 2 and layout.get("pp", 1) == 1 and ep > 1:
+        tp = layout.get("tp", 1)
+        etp = layout.get("etp", tp)
+        return {(rank % tp, rank // etp % ep) for rank in range(max(tp, etp * ep))}
     if len(shape) < 3:
         return set(_product(shape))
     pairs = {(tensor, expert) for tensor, _, expert in ranks}

@@ -89,8 +89,8 @@ def _weights(index: Index, structures: Structures, gathered: Gathered) -> set[st
     missing, wrong = [], []
     for rank in structures.ranks:
         path = f"{folder_of(rank, structures)}/{file}"
-        if rank.at["expert_dp"] or path not in index.files:
-            continue  # a missing file is the index's own problem, and leaves its boxes open
+        if (rank.at["expert_dp"] and rank.at["dense_dp"]) or path not in index.files:
+            continue  # a copy; or a missing file, which is the index's own problem, and leaves its boxes open
         for number, chunk in enumerate(rank.chunks):
             prefix = f"{path}:model{number if len(rank.chunks) > 1 else ''}."
             for tensor in chunk:

@@ -45,6 +45,8 @@ class Restate:
         run_config: Bridge's ``run_config.yaml``, if there is one.
         train_state: Bridge's ``train_state.pt``, if there is one.
         old_readers: Whether Megatron Core until 0.18 is to find ``common.pt``.
+        legacy: Whether the target are legacy files: then ``common_state`` is what each ``model_optim_rng.pt`` holds beside
+            its tensors, and nothing else is made.
     """
 
     common: bytes | Path
@@ -60,6 +62,7 @@ class Restate:
     run_config: bytes | None = None
     train_state: bytes | None = None
     old_readers: bool = True
+    legacy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +98,7 @@ def restate(question: Restate, *, timeout_seconds: float = ask.TIMEOUT_SECONDS) 
     """
     answer = _answer(_as_json(question), timeout_seconds)
     common, common_file = b64decode(answer["common_state"]), b64decode(answer["common_file"])
-    files = {"common.pt": common_file} if question.old_readers else {}
+    files = {"common.pt": common_file} if question.old_readers and not question.legacy else {}
     if question.run_config is not None:
         files["run_config.yaml"] = answer["run_config"].encode()
     root = {"latest_checkpointed_iteration.txt": str(question.iteration).encode()}
@@ -130,6 +133,7 @@ def _as_json(question: Restate) -> dict[str, Any]:
         "group_states": {name: b64encode(data).decode() for name, data in question.group_states.items()},
         "groups": [list(group) for group in question.groups],
         "buffers": {prefix: [_buffer(b) for b in buffers] for prefix, buffers in question.buffers.items()},
+        "legacy": question.legacy,
         "run_config": question.run_config.decode() if question.run_config is not None else None,
     }
 

@@ -69,6 +69,11 @@ def answered(question: Mapping[str, Any]) -> dict[str, Any]:
         has_rng=question["has_rng"],
         run_config=question["run_config"],
     )
+    if question["legacy"]:
+        common = restate_common.common_of_legacy(loaded, states, asked, notes)
+        answer = {"common_state": _encoded([common]), "common_file": "", "objects": {}, "keep_rerun": False}
+        keep_rng = asked.has_rng and not common["args"].no_save_rng
+        return answer | {"run_config": question["run_config"], "keep_rng": keep_rng, "notes": notes}
     made = restate_common.of_torch_dist(loaded, states, asked, question["optimizer_format"], notes)
     answer = {
         "common_state": _encoded([made.common]),

@@ -24,16 +24,17 @@ def reshard_plan_dict(prepared: ReshardPrepared, chosen: ReshardOptions, needs: 
             "location": index.location, "format": index.format, "layout": prepared.source.layout.as_dict(),
             "optimizer": index.facts.optimizer_format, "version": index.facts.version,
         },
+        "format": chosen.to,
         "layout": prepared.layout.as_dict(),
         "optimizer": prepared.target.optimizer,
         "megatron_core": prepared.target.structures.megatron,
         "folder": prepared.folder,
         "ranks": prepared.target.grid.world,
-        "tensors": {c.name: {"dtype": c.dtype.name, "shape": list(c.shape)} for c in prepared.plan.chunks},
-        "chunks": len(prepared.plan.chunks),
+        "tensors": {c.name: {"dtype": c.dtype.name, "shape": list(c.shape)} for c in prepared.output.chunks},
+        "chunks": len(prepared.output.chunks),
         "chunks_uncut": _uncut(prepared),
         "bytes_by_file": {file.path: file.size_bytes for file in prepared.write_plan.files},
-        "vocabulary_rows_left_out": dict(prepared.plan.rows),
+        "vocabulary_rows_left_out": dict(prepared.output.rows),
         "disk_bytes": needs.disk_bytes,
         "free_bytes": needs.free_bytes,
         "seconds_guessed": round(needs.seconds, 1),
@@ -46,7 +47,7 @@ def _uncut(prepared: ReshardPrepared) -> int:
     """Chunks that are one chunk of the source as it stands."""
     sources = prepared.source.state.sources
     count = 0
-    for chunk in prepared.plan.chunks:
+    for chunk in prepared.output.chunks:
         pieces = chunk.assembly.pieces
         if len(pieces) == 1 and pieces[0].source and chunk.run in (None, 0):
             count += pieces[0].numel == chunk.box.numel and sources[pieces[0].source].shape == chunk.box.size
@@ -57,17 +58,17 @@ def reshard_plan_lines(
     prepared: ReshardPrepared, chosen: ReshardOptions, needs: Estimate, *, detailed: bool
 ) -> Iterator[str]:
     """The plan for people; all tensors and files if it is detailed."""
-    source, plan, target = prepared.source, prepared.plan, prepared.target
+    source, output, target = prepared.source, prepared.output, prepared.target
     sizes = [file.size_bytes for file in prepared.write_plan.files]
-    names = {chunk.name for chunk in plan.chunks}
-    yield title(f"{source.index.format} {source.layout} -> {prepared.layout}")
+    names = {chunk.name for chunk in output.chunks}
+    yield title(f"{source.index.format} {source.layout} -> {chosen.to} {prepared.layout}")
     yield from facts(
         [
             ("step", str(source.iteration)),
             ("optimizer", f"{source.index.facts.optimizer_format or 'none'} -> {target.optimizer or 'none'}"),
             (
                 "tensors",
-                f"{len(names)} in {len(plan.chunks)} chunks and {len(sizes)} files; {_uncut(prepared)} chunks uncut",
+                f"{len(names)} in {len(output.chunks)} chunks and {len(sizes)} files; {_uncut(prepared)} chunks uncut",
             ),
             ("bytes", f"{units.size(sum(sizes))}; {units.size(min(sizes))} to {units.size(max(sizes))} a file"),
             ("disk", f"{units.size(needs.disk_bytes)} needed, {units.size(needs.free_bytes)} free"),
@@ -76,7 +77,7 @@ def reshard_plan_lines(
             ("layout", f"as Megatron Core {target.structures.megatron} has it"),
         ]
     )
-    for name, rows in plan.rows.items():
+    for name, rows in output.rows.items():
         said = f"{rows} rows of padding are left out" if rows > 0 else f"{-rows} rows of padding, zeros, are added"
         yield f"  {click.style('vocabulary', fg='yellow')} {name}: {said}"
     for note in prepared.notes:
@@ -84,7 +85,7 @@ def reshard_plan_lines(
     if detailed:
         for file in prepared.write_plan.files:
             yield f"    {file.path} {units.size(file.size_bytes)}"
-        shown = {chunk.name: f"    {chunk.name} {chunk.dtype} {list(chunk.shape)}" for chunk in plan.chunks}
+        shown = {chunk.name: f"    {chunk.name} {chunk.dtype} {list(chunk.shape)}" for chunk in output.chunks}
         yield from (shown[name] for name in sorted(shown))
 
 
