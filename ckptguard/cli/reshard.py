@@ -176,7 +176,7 @@ def _reshard(
     from ckptguard.engine.ranks import world
     from ckptguard.engine.staging import refuse_present
     from ckptguard.formats.registry import open_checkpoint
-    from ckptguard.formats.remote import path_of
+    from ckptguard.formats.remote import RemotePath, path_of
     from ckptguard.report.conversions import result_dict
     from ckptguard.report.progress import progress_bar
     from ckptguard.report.reshards import reshard_plan_dict, reshard_plan_lines, reshard_result_lines
@@ -187,7 +187,7 @@ def _reshard(
         open_checkpoint(source, step=step) as checkpoint,
         progress_bar(wanted=not as_json and peers.world.first) as progress,
     ):
-        if peers.world.first:
+        if peers.world.first and not isinstance(where, RemotePath):
             refuse_present(where)
         layout = resolved(layout_of({**checkpoint.index.facts.args, **chosen["args"]}), axes)
         wanted = ReshardOptions(layout=layout, **chosen)

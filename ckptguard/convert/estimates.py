@@ -11,6 +11,7 @@ from ckptguard.core.index import Span
 from ckptguard.engine.workers import default_threads
 from ckptguard.engine.write_digests import FileHasher
 from ckptguard.formats.base import Checkpoint
+from ckptguard.formats.remote import RemotePath
 
 _SAMPLE_BYTES = 8 << 20
 
@@ -21,12 +22,12 @@ class Estimate:
 
     Attributes:
         disk_bytes: Bytes to be written.
-        free_bytes: Bytes that the file system of the target has free.
+        free_bytes: Bytes that the file system of the target has free; None at a URL.
         seconds: A guess, from the speed at which a sample of the source was read and digested here; a slow disk takes longer.
     """
 
     disk_bytes: int
-    free_bytes: int
+    free_bytes: int | None
     seconds: float
 
 
@@ -40,12 +41,18 @@ def estimate(checkpoint: Checkpoint, dst: Path, disk_bytes: int, *, verify: bool
         verify: Whether the result will be proved, which reads source and target once more.
         threads: Worker threads.
     """
+    passes = 3 if verify else 1
+    seconds = disk_bytes * passes * _seconds_per_byte(checkpoint) / (threads or default_threads())
+    return Estimate(disk_bytes, _free_bytes(dst), seconds)
+
+
+def _free_bytes(dst: Path) -> int | None:
+    if isinstance(dst, RemotePath):
+        return None
     there = dst.absolute()
     while not there.exists():
         there = there.parent
-    passes = 3 if verify else 1
-    seconds = disk_bytes * passes * _seconds_per_byte(checkpoint) / (threads or default_threads())
-    return Estimate(disk_bytes, shutil.disk_usage(there).free, seconds)
+    return shutil.disk_usage(there).free
 
 
 def _seconds_per_byte(checkpoint: Checkpoint) -> float:

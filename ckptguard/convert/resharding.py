@@ -29,13 +29,13 @@ from ckptguard.core.writing import Elements, TargetFile, WritePlan
 from ckptguard.engine.filling import Filler
 from ckptguard.engine.peers import Alone, Peers, barrier
 from ckptguard.engine.proving import Summing
-from ckptguard.engine.shared_staging import Shared
+from ckptguard.engine.targets import open_target
 from ckptguard.engine.workers import SILENT, Progress
 from ckptguard.engine.write_digests import digest_of, manifest_of
 from ckptguard.fingerprint.manifest import FILE_NAME
 from ckptguard.formats.base import Checkpoint
 from ckptguard.formats.dcp import collector_paused
-from ckptguard.formats.storage import Directory
+from ckptguard.formats.remote import directory
 from ckptguard.layout.layouts import Layout
 from ckptguard.layout.ranks import Grid
 from ckptguard.megatron.reshard_args import target_args
@@ -315,7 +315,7 @@ def run_reshard(
     """
     source, folder, peers = prepared.source, prepared.folder, peers or Alone()
     filler = Filler((*prepared.output.chunks, *prepared.side_files), source.state.sources, source.checkpoint)
-    with Shared.open(dst, prepared.write_plan, what=what, peers=peers) as shared:
+    with open_target(dst, prepared.write_plan, what=what, peers=peers) as shared:
         summing = Summing(filler) if options.verify and peers.world.size == 1 else None
         shared.write(
             summing or filler, memory_bytes=options.memory_bytes, threads=options.threads, progress=progress
@@ -323,7 +323,7 @@ def run_reshard(
         proof = Proof({}, {})
         if options.verify:
             barrier(peers, "written")
-            with Directory(shared.path / folder) as files, peers.moving(progress) as moving:
+            with directory(shared.path / folder) as files, peers.moving(progress) as moving:
                 proof = prove(
                     prepared.source, prepared.output, files, keeps_optimizer=prepared.target.optimizer is not None,
                     summing=summing, world=peers.world, threads=peers.world.threads(options.threads), progress=moving,

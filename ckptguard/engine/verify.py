@@ -16,6 +16,7 @@ from ckptguard.fingerprint.values import Fingerprint
 from ckptguard.formats import registry
 from ckptguard.formats.base import Checkpoint, Format
 from ckptguard.formats.chunks import Reader
+from ckptguard.formats.remote import directory
 from ckptguard.formats.storage import Directory
 
 _INDEX_FILE = re.compile(r"\.metadata|metadata\.json|.*\.index\.json")
@@ -124,7 +125,7 @@ def _detect(where: Path) -> tuple[Format | None, Directory]:
     except UnknownFormatError:
         if not (where / FILE_NAME).is_file():
             raise
-        return None, Directory(where)
+        return None, directory(where)
     return found, found.open_files(where)
 
 

@@ -189,6 +189,8 @@ class Reader:
         _copy_range(view, begin, out)
 
     def _mapped(self, span: Span) -> memoryview:
+        if not self.files.local:  # a store maps nothing: strided storages are those of legacy files, and small
+            return memoryview(self.files.read_span(span))
         page = mmap.ALLOCATIONGRANULARITY
         start = span.offset_bytes // page * page
         with self.files.checked_path(span.file).open("rb") as file:

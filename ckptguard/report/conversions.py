@@ -57,7 +57,7 @@ def import_plan_lines(prepared: Prepared, chosen: ImportOptions, needs: Estimate
         [
             ("tensors", f"{len(_tensors(prepared))} in {len(plan.chunks)} chunks and {len(sizes)} files"),
             ("bytes", f"{units.size(sum(sizes))}; {units.size(min(sizes))} to {units.size(max(sizes))} a file"),
-            ("disk", f"{units.size(needs.disk_bytes)} needed, {units.size(needs.free_bytes)} free"),
+            ("disk", disk_line(needs)),
             ("time", f"about {needs.seconds:.0f} s" if detailed else None),
             ("memory", f"at most {units.size(chosen.memory_bytes)} of buffers"),
             ("mapping", f"Megatron-Bridge {structure.bridge}, Megatron Core {structure.megatron}"),
@@ -76,6 +76,12 @@ def import_plan_lines(prepared: Prepared, chosen: ImportOptions, needs: Estimate
             yield f"    {name} {dtype} {list(shape)}"
         for file in prepared.write_plan.files:
             yield f"    {file.path} {units.size(file.size_bytes)}"
+
+
+def disk_line(needs: Estimate) -> str:
+    """How much room is needed, and how much there is."""
+    free = "" if needs.free_bytes is None else f", {units.size(needs.free_bytes)} free"
+    return f"{units.size(needs.disk_bytes)} needed{free}"
 
 
 def listed(label: str, items: Mapping[str, str], form: str) -> Iterator[str]:

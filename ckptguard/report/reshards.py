@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptguard.report import units
-from ckptguard.report.conversions import result_lines
+from ckptguard.report.conversions import disk_line, result_lines
 from ckptguard.report.lines import facts, title
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def reshard_plan_lines(
                 f"{len(names)} in {len(output.chunks)} chunks and {len(sizes)} files; {_uncut(prepared)} chunks uncut",
             ),
             ("bytes", f"{units.size(sum(sizes))}; {units.size(min(sizes))} to {units.size(max(sizes))} a file"),
-            ("disk", f"{units.size(needs.disk_bytes)} needed, {units.size(needs.free_bytes)} free"),
+            ("disk", disk_line(needs)),
             ("time", f"about {needs.seconds:.0f} s" if detailed else None),
             ("memory", f"at most {units.size(chosen.memory_bytes)} of buffers"),
             ("layout", f"as Megatron Core {target.structures.megatron} has it"),
