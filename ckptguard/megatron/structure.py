@@ -5,7 +5,7 @@ And where its optimizer state stands. Values only; ``ask`` gets them from a proc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -15,6 +15,9 @@ from ckptguard.core.boxes import Box
 from ckptguard.core.index import Index
 from ckptguard.megatron.ask import TIMEOUT_SECONDS, Question, ask
 from ckptguard.megatron.sampled import at_place
+
+At = Mapping[str, int]
+Chunks = tuple[tuple["LocalTensor", ...], ...]
 
 SAMPLE_ABOVE = 8
 """Ranks of a pipeline stage; stages with more are described by some of them."""
@@ -120,14 +123,20 @@ class RankStructure:
         objects: Names on disk of the objects (``_extra_state``) that this rank saves for all, in Megatron's order.
         dense: Buffers of its dense parameters.
         expert: Buffers of its expert parameters, which are sharded over another group.
+        groups: Its dense parameters as the groups of an optimizer that is not distributed hold them. State ``i`` of a
+            ``model_optim_rng.pt`` is that of the i-th parameter, counted through all groups; ``fp32_from_fp16_params`` has a
+            list per group, of its half precision parameters only. A group may be empty: all ranks have the same groups.
+        expert_groups: The same of its expert parameters, which have an optimizer of their own.
     """
 
     rank: int
-    at: Mapping[str, int]
-    chunks: tuple[tuple[LocalTensor, ...], ...]
+    at: At
+    chunks: Chunks
     objects: tuple[str, ...]
     dense: tuple[Buffer, ...]
     expert: tuple[Buffer, ...]
+    groups: tuple[tuple[LocalTensor, ...], ...] = ()
+    expert_groups: tuple[tuple[LocalTensor, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -138,11 +147,13 @@ class Structures:
         ranks: Every model-parallel rank.
         megatron: Version of the Megatron Core that was asked.
         no_buckets: Why the optimizer's buckets are not known; None if they are.
+        no_groups: Why the optimizer's groups are not known; None if they are. They are if buckets are not used.
     """
 
     ranks: tuple[RankStructure, ...]
     megatron: str
     no_buckets: str | None
+    no_groups: str | None = None
 
     @cached_property
     def has_expert_optimizer(self) -> bool:
@@ -150,7 +161,7 @@ class Structures:
 
         megatron/core/optimizer/__init__.py ``_get_param_groups`` aligns the parameter groups of all ranks (0.19.2).
         """
-        return any(rank.expert for rank in self.ranks)
+        return any(rank.expert or rank.expert_groups for rank in self.ranks)
 
     @cached_property
     def global_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -230,47 +241,86 @@ def structures_of(index: Index, *, transformer_impl: str | None = None) -> Struc
 
 def from_plain(answer: Mapping[str, Any]) -> Structures:
     """Values from the plain form that crosses between the processes."""
-    ranks = [rank for stage in answer["stages"] for rank in _stage(stage)]
+    described = [one for stage in answer["stages"] for one in stage.get("each") or [stage["fitted"]]]
+    groups = _group_order(group for one in described for group in one["groups"])
+    ranks = [rank for stage in answer["stages"] for rank in _stage(stage, groups)]
     ranks.sort(key=lambda rank: rank.rank)
-    return Structures(tuple(ranks), answer["megatron"], answer["no_buckets"])
+    return Structures(tuple(ranks), answer["megatron"], answer["no_buckets"], answer["no_groups"])
 
 
-def _stage(plain: Mapping[str, Any]) -> Iterator[RankStructure]:
-    make = at_place(plain["fitted"]) if "fitted" in plain else None
-    for number, (rank, at) in enumerate(zip(plain["ranks"], plain["at"], strict=True)):
-        yield _rank(rank, at, make(at) if make else plain["each"][number])
+def _group_order(groups: Iterable[list[Any]]) -> list[list[Any]]:
+    """(Is of experts, what it differs in) of all ranks' groups, in the order in which ``_get_param_groups`` aligns them."""
+    known = {repr(group[:2]): group[:2] for group in groups}
+    return sorted(known.values(), key=lambda group: (group[0], group[1] is not None, group[1]))
 
 
-def _rank(rank: int, at: Mapping[str, int], plain: Mapping[str, Any]) -> RankStructure:
-    chunks = tuple(tuple(_tensor(tensor) for tensor in chunk) for chunk in plain["chunks"])
-    by_name = [{tensor.name: tensor for tensor in chunk} for chunk in chunks]
-    buffers = [tuple(_buffer(buffer, by_name) for buffer in kind) for kind in plain["buffers"]] or [(), ()]
-    objects = tuple(name for name, main in plain["objects"] if main)
-    return RankStructure(rank, at, chunks, objects, buffers[0], buffers[1])
+def _stage(plain: Mapping[str, Any], groups: Sequence[list[Any]]) -> Iterator[RankStructure]:
+    places = zip(plain["ranks"], plain["at"], strict=True)
+    if "fitted" in plain:
+        make = _rank(plain["fitted"], groups)
+        yield from (make(rank, at) for rank, at in places)
+    else:
+        yield from (_rank(each, groups)(rank, at) for each, (rank, at) in zip(plain["each"], places, strict=True))
 
 
-def _tensor(plain: Mapping[str, Any]) -> LocalTensor:
-    parts = tuple(_part(part) for part in plain["parts"])
-    return LocalTensor(plain["name"], plain["dtype"], tuple(plain["shape"]), plain["trainable"], parts)
+# Each of these reads a description once and gives a function that makes the value of every rank it holds for: what the
+# ranks have in common is then one object, and a thousand ranks take little time and memory.
 
 
-def _part(plain: Mapping[str, Any]) -> Part:
-    size = tuple(plain["local_size"])
-    prepended = (1,) * (len(plain["shape"]) - len(size))
-    return Part(
-        plain["key"],
-        tuple(plain["shape"]),
-        Box(tuple(plain["offset"]), prepended + size),
-        Box(tuple(plain["local_offset"]), size),
-        plain["main"],
-    )
+def _rank(plain: Mapping[str, Any], groups: Sequence[list[Any]]) -> Callable[[int, At], RankStructure]:
+    chunks = [[_tensor(tensor) for tensor in chunk] for chunk in plain["chunks"]]
+    numbers = [{tensor["name"]: number for number, tensor in enumerate(chunk)} for chunk in plain["chunks"]]
+    kinds = [[_buffer(buffer, numbers[buffer["chunk"]]) for buffer in kind] for kind in plain["buffers"]] or [[], []]
+    objects = at_place(plain["objects"])
+    held = {repr(group[:2]): group[2] for group in plain["groups"]}
+    members = [(group[0], [(c, numbers[c][name]) for c, name in held.get(repr(group), [])]) for group in groups]
+
+    def make(rank: int, at: At) -> RankStructure:
+        made = tuple(tuple(tensor(at) for tensor in chunk) for chunk in chunks)
+        saved = tuple(name for name, main in objects(at) if main)
+        dense, expert = (tuple(buffer(made) for buffer in kind) for kind in kinds)
+        grouped = [(is_expert, tuple(made[c][n] for c, n in group)) for is_expert, group in members]
+        dense_groups, expert_groups = (
+            tuple(g for is_expert, g in grouped if is_expert == kind) for kind in (False, True)
+        )
+        return RankStructure(rank, at, made, saved, dense, expert, dense_groups, expert_groups)
+
+    return make
 
 
-def _buffer(plain: Mapping[str, Any], by_name: list[dict[str, LocalTensor]]) -> Buffer:
-    tensors = by_name[plain["chunk"]]
-    buckets = []
-    for bucket in plain["buckets"]:
-        places = sorted((begin, end, name) for name, begin, end in bucket["params"])
-        placed = tuple(Place(tensors[name], begin, end) for begin, end, name in places)
-        buckets.append(Bucket(bucket["numel"], bucket["padded"], placed))
-    return Buffer(plain["dtype"], tuple(buckets))
+def _tensor(plain: Mapping[str, Any]) -> Callable[[At], LocalTensor]:
+    parts = [_part(part) for part in plain["parts"]]
+    name, dtype, shape, trainable = plain["name"], plain["dtype"], tuple(plain["shape"]), plain["trainable"]
+    return lambda at: LocalTensor(name, dtype, shape, trainable, tuple([part(at) for part in parts]))
+
+
+def _part(plain: Mapping[str, Any]) -> Callable[[At], Part]:
+    shape, local_size = tuple(plain["shape"]), tuple(plain["local_size"])
+    size = (1,) * (len(shape) - len(local_size)) + local_size
+    local = Box(tuple(plain["local_offset"]), local_size)
+    key, offset, main = (at_place(plain[name]) for name in ("key", "offset", "main"))
+    return lambda at: Part(key(at), shape, Box(tuple(offset(at)), size), local, main(at))
+
+
+def _buffer(plain: Mapping[str, Any], numbers: Mapping[str, int]) -> Callable[[Chunks], Buffer]:
+    chunk, dtype = plain["chunk"], plain["dtype"]
+    buckets = [
+        (
+            bucket["numel"],
+            bucket["padded"],
+            sorted((begin, end, numbers[name]) for name, begin, end in bucket["params"]),
+        )
+        for bucket in plain["buckets"]
+    ]
+
+    def make(chunks: Chunks) -> Buffer:
+        tensors = chunks[chunk]
+        return Buffer(
+            dtype,
+            tuple(
+                Bucket(numel, padded, tuple([Place(tensors[number], begin, end) for begin, end, number in places]))
+                for numel, padded, places in buckets
+            ),
+        )
+
+    return make

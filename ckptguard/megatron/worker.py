@@ -15,7 +15,7 @@ import torch
 
 from ckptguard.core.boxes import unravel
 from ckptguard.core.errors import UnsupportedError
-from ckptguard.megatron import sampled, worker_buckets, worlds
+from ckptguard.megatron import sampled, worker_buckets, worker_groups, worlds
 from ckptguard.megatron.model_args import to_namespace
 
 
@@ -34,22 +34,24 @@ def describe(
         sample_above: Describe a pipeline stage of more ranks than this by some of them, where these say all. None: never.
     """
     namespace = to_namespace(args, transformer_impl)
-    why_not = worker_buckets.refusal(namespace, args)
+    no_buckets, no_groups = worker_buckets.refusal(namespace, args), worker_groups.refusal(namespace, args)
     worlds.forget_devices()
-    world = _World(namespace, content_metadata, why_not is None)
+    world = _World(namespace, content_metadata, buckets=no_buckets is None, groups=no_groups is None)
     places = [worlds.coordinates() for _ in worlds.ranks(namespace)]
     stages = [
         world.stage([rank for rank, at in enumerate(places) if at["pp"] == stage], places, sample_above)
         for stage in range(namespace.pipeline_model_parallel_size)
     ]
-    return {"megatron": version("megatron-core"), "stages": stages, "no_buckets": why_not}
+    return {
+        "megatron": version("megatron-core"), "stages": stages, "no_buckets": no_buckets, "no_groups": no_groups
+    }  # fmt: skip
 
 
 class _World:
     """The smallest world of a layout, whose ranks are built one after the other."""
 
-    def __init__(self, args: Namespace, content_metadata: Mapping[str, Any], with_buckets: bool) -> None:
-        self._args, self._content_metadata, self._with_buckets = args, content_metadata, with_buckets
+    def __init__(self, args: Namespace, content_metadata: Mapping[str, Any], *, buckets: bool, groups: bool) -> None:
+        self._args, self._content_metadata, self._buckets, self._groups = args, content_metadata, buckets, groups
         self._config = _model_config(args)
 
     def stage(self, ranks: list[int], places: list[dict[str, int]], sample_above: int | None) -> dict[str, Any]:
@@ -73,8 +75,9 @@ class _World:
                 sharded = sharded_state(chunk, self._content_metadata)
                 tensors.append(describe_sharded(chunk, sharded, rank))
                 objects += [[item.unique_key, _is_main(item.replica_id)] for item in _objects(sharded)]
-            buffers = worker_buckets.describe(self._args, chunks) if self._with_buckets else []
-        return {"chunks": tensors, "objects": objects, "buffers": buffers}
+            buffers = worker_buckets.describe(self._args, chunks) if self._buckets else []
+            groups = worker_groups.describe(self._args, chunks) if self._groups else []
+        return {"chunks": tensors, "objects": objects, "buffers": buffers, "groups": groups}
 
 
 def _model_config(args: Namespace) -> Any:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from ckptguard.core.boxes import missing_part, overlaps
 from ckptguard.core.errors import UnsupportedError
 from ckptguard.formats.registry import open_checkpoint
 from ckptguard.megatron.structure import Structures, rank_structures, structures_for, structures_of
+from ckptguard.testing import recipes
 
 Frozen = Callable[[str], Path]
 Asked = Callable[[str], Structures]
@@ -88,6 +92,58 @@ def test_several_layouts_are_asked_about_at_once(frozen: Frozen, asked: Asked) -
     assert one.global_shapes == same.global_shapes == te.global_shapes
     objects = {entry for rank in same.ranks for entry in rank.objects}
     assert {entry for rank in te.ranks for entry in rank.objects} > objects  # TE's norm has state of its own
+
+
+class _NotDistributed(recipes.Recipe):
+    """Trains with an optimizer whose state every data parallel rank has whole."""
+
+    def megatron_flags(self) -> list[str]:
+        return [flag for flag in super().megatron_flags() if flag != "--use-distributed-optimizer"]
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads Megatron's enums as ``Facts.args`` has them, without importing Megatron."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        return (
+            (lambda number: f"{name}({number})") if module.startswith("megatron.") else super().find_class(module, name)
+        )
+
+
+@pytest.mark.megatron
+@pytest.mark.slow
+def test_groups_number_the_state_of_an_optimizer_that_is_not_distributed(tmp_path: Path) -> None:
+    """Each parameter's master is its weight, bit for bit: of two model chunks, dense and expert parameters."""
+    recipe = _NotDistributed(name="groups", model="moe", pp=2, vpp=2, dp=2, ep=2, ckpt_format="torch")
+    files = sorted(recipes.make_checkpoint(recipe, tmp_path).rglob("model_optim_rng.pt"))
+    plainly = SimpleNamespace(Unpickler=_Unpickler, __name__="plainly")
+    states = [torch.load(file, weights_only=False, pickle_module=plainly) for file in files]
+    structures = rank_structures(vars(states[0]["args"]))
+    assert structures.no_groups is None
+    for rank, state in zip(structures.ranks, states, strict=True):
+        weights = [state["model0"], state["model1"]]
+        of_chunk = {id(tensor): chunk for chunk, tensors in enumerate(rank.chunks) for tensor in tensors}
+        for groups, optimizer in zip((rank.groups, rank.expert_groups), state["optimizer"], strict=True):
+            members = [tensor for group in groups for tensor in group]
+            adam = optimizer["optimizer"]["state"]
+            assert {n: tuple(moments["exp_avg"].shape) for n, moments in adam.items()} == {
+                n: tensor.shape for n, tensor in enumerate(members)
+            }
+            masters = [master for group in optimizer["fp32_from_fp16_params"] for master in group]
+            for tensor, master in zip(members, masters, strict=True):
+                weight = weights[of_chunk[id(tensor)]][tensor.name]
+                assert torch.equal(master.detach().bfloat16().view(torch.int16), weight.view(torch.int16)), tensor.name
+
+
+def test_groups_are_the_same_on_all_ranks(moe_args: Mapping[str, object]) -> None:
+    """A rank without parameters for a group has it empty: the only experts are in the last stage here."""
+    args = {**moe_args, "moe_layer_freq": [0, 0, 1, 1], "use_distributed_optimizer": False}
+    ranks = rank_structures(args).ranks
+    assert {(len(rank.groups), len(rank.expert_groups)) for rank in ranks} == {(2, 1)}
+    for rank in ranks:
+        assert bool(rank.expert_groups[0]) == (rank.at["pp"] == 1)
+        assert all(len(tensor.shape) == 1 for tensor in rank.groups[1])
+        assert sum(map(len, rank.groups + rank.expert_groups)) == sum(t.trainable for t in rank.chunks[0])
 
 
 def test_gate_and_up_are_two_halves_of_the_rank_s_tensor(asked: Asked) -> None:
