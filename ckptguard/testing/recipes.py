@@ -89,6 +89,8 @@ class Recipe:
         seed: Of the initial weights and of the data.
         steps: Training steps before the save.
         extra_flags: More of Megatron's command line; later flags win.
+        without_flags: Flags without a value that are taken away again, such as
+            ``--untie-embeddings-and-output-weights``.
     """
 
     name: str
@@ -108,6 +110,7 @@ class Recipe:
     seed: int = 1234
     steps: int = 2
     extra_flags: tuple[str, ...] = ()
+    without_flags: tuple[str, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -117,6 +120,8 @@ class Recipe:
     def key(self) -> str:
         """Digest all that changes the checkpoint: fields (but the name), flags, trainer, Megatron and torch."""
         fields = dataclasses.asdict(self) | {"name": ""}
+        if not self.without_flags:
+            del fields["without_flags"]  # most recipes have none, and keep the name that they are cached under
         versions = [version("megatron-core"), version("torch")]
         sources = [(Path(__file__).parent / name).read_text() for name in _TRAINER_SOURCES]
         text = json.dumps([fields, CPU_FLAGS, _COMMON_FLAGS, _MODEL_FLAGS, versions, sources], sort_keys=True)
@@ -130,7 +135,7 @@ class Recipe:
             flags += [f"--{self.dtype}"]
         if self.optimizer_format == "fully_reshardable":
             flags += ["--dist-ckpt-optim-fully-reshardable"]
-        return [str(flag) for flag in (*flags, *self.extra_flags)]
+        return [str(flag) for flag in (*flags, *self.extra_flags) if flag not in self.without_flags]
 
     def _layout_flags(self) -> list[str | int]:
         flags: list[str | int] = ["--tensor-model-parallel-size", self.tp, "--pipeline-model-parallel-size", self.pp]
@@ -151,8 +156,8 @@ class Recipe:
         return flags
 
 
-def _launch(recipe: Recipe, flags: list[str], timeout_seconds: float) -> str:
-    """Run the trainer under torchrun and return what it printed.
+def _launch(recipe: Recipe, flags: list[str], timeout_seconds: float, trainer: str = TRAINER) -> str:
+    """Run a trainer under torchrun and return what it printed.
 
     Raises:
         MegatronRunError: It failed, or ran longer than the timeout.
@@ -165,7 +170,7 @@ def _launch(recipe: Recipe, flags: list[str], timeout_seconds: float) -> str:
         "--nproc-per-node",
         str(recipe.world_size),
     ]
-    command += ["-m", TRAINER, *recipe.megatron_flags(), *flags]
+    command += ["-m", trainer, *recipe.megatron_flags(), *flags]
     package_root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
     env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
@@ -211,12 +216,15 @@ def _format_on_disk(root: Path) -> CkptFormat:
     return "torch_dcp" if (folder / ".metadata").exists() else "torch"
 
 
-def make_checkpoint(recipe: Recipe, out: Path, *, timeout_seconds: float = TIMEOUT_SECONDS) -> Path:
+def make_checkpoint(
+    recipe: Recipe, out: Path, *, trainer: str = TRAINER, timeout_seconds: float = TIMEOUT_SECONDS
+) -> Path:
     """Train as the recipe says and save to ``out``.
 
     Args:
         recipe: What to train and how to save it.
         out: The checkpoint root, which gets the tracker file and ``iter_NNNNNNN/``; made if missing.
+        trainer: Module to run.
         timeout_seconds: How long all of it may take.
 
     Returns:
@@ -225,11 +233,13 @@ def make_checkpoint(recipe: Recipe, out: Path, *, timeout_seconds: float = TIMEO
     Raises:
         MegatronRunError: Megatron failed or took too long.
     """
-    _launch(recipe, ["--ckpt-format", recipe.ckpt_format, "--save", str(out)], timeout_seconds)
+    _launch(recipe, ["--ckpt-format", recipe.ckpt_format, "--save", str(out)], timeout_seconds, trainer)
     return _saved_iteration(out)
 
 
-def resave(src: Path, recipe: Recipe, out: Path, *, timeout_seconds: float = TIMEOUT_SECONDS) -> Path:
+def resave(
+    src: Path, recipe: Recipe, out: Path, *, trainer: str = TRAINER, timeout_seconds: float = TIMEOUT_SECONDS
+) -> Path:
     """Have Megatron load ``src`` under the recipe's layout and save the same state to ``out``, untrained.
 
     A source in ``fully_reshardable`` form can take any layout; ``dp_reshardable`` only another ``dp``, and the legacy
@@ -239,6 +249,7 @@ def resave(src: Path, recipe: Recipe, out: Path, *, timeout_seconds: float = TIM
         src: A checkpoint root.
         recipe: The layout to load it under, and the form to save it in. Its ``steps`` are ignored.
         out: The root to write.
+        trainer: Module to run.
         timeout_seconds: How long all of it may take.
 
     Returns:
@@ -248,7 +259,7 @@ def resave(src: Path, recipe: Recipe, out: Path, *, timeout_seconds: float = TIM
         MegatronRunError: Megatron failed or took too long.
     """
     flags = ["--ckpt-format", _format_on_disk(src), "--load", str(src), "--exit-on-missing-checkpoint"]
-    _launch(recipe, [*flags, f"--resave={recipe.ckpt_format}", "--save", str(out)], timeout_seconds)
+    _launch(recipe, [*flags, f"--resave={recipe.ckpt_format}", "--save", str(out)], timeout_seconds, trainer)
     return _saved_iteration(out)
 
 
@@ -265,6 +276,37 @@ def check_loads(src: Path, recipe: Recipe, *, timeout_seconds: float = TIMEOUT_S
     """
     flags = ["--ckpt-format", _format_on_disk(src), "--load", str(src), "--exit-on-missing-checkpoint", "--load-only"]
     return _launch(recipe, flags, timeout_seconds)
+
+
+def resume(
+    src: Path,
+    recipe: Recipe,
+    out: Path,
+    *,
+    trainer: str = TRAINER,
+    switches: tuple[str, ...] = (),
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> Path:
+    """Have Megatron load ``src`` under the recipe's layout, train on to the recipe's ``steps``, and save to ``out``.
+
+    Args:
+        src: A checkpoint root, whoever wrote it.
+        recipe: The model, the layout, the step to stop at and the form to save in.
+        out: The root to write.
+        trainer: Module to run instead of the tiny trainer.
+        switches: For that module.
+        timeout_seconds: How long all of it may take.
+
+    Returns:
+        ``out / iter_NNNNNNN``.
+
+    Raises:
+        MegatronRunError: Megatron failed or took too long.
+    """
+    flags = ["--ckpt-format", _format_on_disk(src), "--load", str(src), "--exit-on-missing-checkpoint"]
+    flags += ["--use-checkpoint-opt_param-scheduler"]  # the run's length is in the scheduler, and it is another one now
+    _launch(recipe, [*flags, "--save", str(out), *switches], timeout_seconds, trainer)
+    return _saved_iteration(out)
 
 
 def _both_formats(recipe: Recipe) -> tuple[Recipe, Recipe]:
