@@ -158,6 +158,7 @@ def _from_buckets(
     """State of ``dp_reshardable``: one row of elements per bucket, in which each parameter has its place."""
     layouts = layouts_in(structures)
     refuse_other_layout(index, {entry.name: b for b, states in buckets.items() for entry in states.values()}, layouts)
+    _refuse_other_places(index, buckets, layouts)
     cells: dict[str, list[Cell]] = {}
     kinds: dict[str, tuple[DType, tuple[int, ...]]] = {}
     for bucket, states in buckets.items():
@@ -167,6 +168,26 @@ def _from_buckets(
                 kinds[name] = (entry.dtype, part.shape)
                 cells.setdefault(name, []).append(Cell(part.box, assembly))
     return {name: GlobalTensor(name, *kinds[name], tuple(parts)) for name, parts in cells.items()}
+
+
+def _refuse_other_places(
+    index: Index, buckets: Mapping[str, Mapping[str, TensorEntry]], layouts: Mapping[str, Bucket]
+) -> None:
+    """Raises unless chunks end where parameters do: Megatron stores no two of them in one chunk."""
+    wrong = []
+    for bucket, states in buckets.items():
+        for entry in states.values():
+            cuts = {edge for chunk in entry.chunks for edge in (chunk.box.offset[0], chunk.box.end[0])}
+            places = [place for place in layouts[bucket].places if not {place.begin, place.end} <= cuts]
+            wrong += [f"{place.tensor.name}, elements {place.begin} to {place.end} of {entry.name}" for place in places]
+    if wrong:
+        raise UnsupportedError(
+            f"{index.location}: the optimizer state was written by a model whose parameters have another order than that of"
+            f" the model which its args describe: {len(wrong)} would not stand where a chunk begins and one ends, such as"
+            f" {wrong[0]}",
+            next_step="Have Megatron save it as fully_reshardable (--dist-ckpt-optim-fully-reshardable), or convert the"
+            " weights alone with --optimizer none.",
+        )
 
 
 def _parts_in(bucket: Bucket, entry: TensorEntry, sources: SourceTable) -> Iterator[tuple[Part, Assembly]]:
