@@ -1,7 +1,7 @@
 """Asks Megatron Core, in a process of its own: ``python -m ckptguard.megatron.ask`` with JSON on both ends.
 
 Asking changes a process for good (a fake process group, Megatron's global state, a stand-in for Transformer Engine), so
-no caller is asked to host it. Nothing is kept on disk; a question takes about 8 s, most of it imports.
+no caller is asked to host it. Nothing is kept on disk; a question takes about 4 s, most of it imports.
 """
 
 from __future__ import annotations
