@@ -78,10 +78,13 @@ def _axes[C: Callable[..., Any]](command: C) -> C:
 @click.option(
     "--to",
     "to",
-    type=click.Choice(["torch_dist", "torch"]),
+    type=click.Choice(["torch_dist", "torch", "fsdp_dtensor", "dcp"]),
     default="torch_dist",
     show_default=True,
-    help="Form of the target: today's, or legacy mp_rank_* files.",
+    help="Form of the target: today's, legacy mp_rank_* files, Megatron-FSDP's, or plain torch DCP under Megatron's names.",
+)
+@click.option(
+    "--files", type=click.IntRange(1), help="Files of fsdp_dtensor and dcp; one per rank of the target by default."
 )
 @click.option(
     "--arg",
@@ -120,6 +123,7 @@ def reshard(
     step: str | None,
     optimizer: str,
     to: str,
+    files: int | None,
     single_args: tuple[str, ...],
     args_file: str | None,
     list_layouts: bool,
@@ -152,7 +156,7 @@ def reshard(
         source, target, step=step, axes=axes, sp=sp, rdzv=rdzv, dry_run=dry_run, as_json=as_json,
         chosen={
             "optimizer": optimizer, "old_readers": target_version == "any", "verify": not no_verify, "memory_bytes": memory,
-            "threads": threads, "to": to, "args": _args(args_file, single_args),
+            "threads": threads, "to": to, "files": files, "args": _args(args_file, single_args),
         },
     )  # fmt: skip
 

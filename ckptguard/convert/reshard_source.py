@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from ckptguard.convert import dcp_names, plain_optimizer
 from ckptguard.convert.canonical import State
 from ckptguard.convert.sources import needs_structures, state_of
 from ckptguard.core.boxes import Box, whole
@@ -60,17 +61,18 @@ class ReshardSource:
         """What is known of it."""
         return self.checkpoint.index
 
-    def common(self) -> bytes | Path:
-        """What restating reads the common state from: bytes, or the path of a legacy file."""
+    def common(self) -> bytes | Path | dict[str, bytes]:
+        """What restating reads the common state from: bytes, the path of a legacy file, or its objects by name."""
         index = self.index
         if index.format == "torch":
             name = min(n for n in index.objects if n.endswith(("model_optim_rng.pt", "model_rng.pt")))
             return self.checkpoint.files.checked_path(name)
         names = [n for n in index.objects if n == "common.pt" or n.startswith("common_state/")]
+        if not names and index.format != "torch_dist":
+            return dcp_names.common_objects(index, self.blob)
         if not names:
             raise UnsupportedError(
-                f"{index.location}: has no common state (common.pt or the object common_state), so its run is not known",
-                next_step="Checkpoints of plain torch Distributed Checkpoint have none.",
+                f"{index.location}: has no common state (common.pt or the object common_state), so its run is not known"
             )
         return self.blob("common.pt" if "common.pt" in names else names[0])
 
@@ -93,6 +95,8 @@ class ReshardSource:
     def own_objects(self) -> list[str]:
         """Objects of the model and whatever else is no rank's: they go along as they are."""
         files = self.index.files
+        if dcp_names.is_by_module(self.index):
+            return []
         return [name for name in self.index.objects if name not in files and not name.startswith(_PER_RANK)]
 
     def stamps(self) -> list[tuple[str, int, int]]:
@@ -192,13 +196,19 @@ def open_source(checkpoint: Checkpoint, structures: Structures | None) -> Reshar
     """
     index = checkpoint.index
     if index.format == "torch":
-        index = to_global_view(index, structures=structures).index
+        assert structures is not None, "asks_for_source"
+        index = plain_optimizer.legacy_to_global(to_global_view(index, structures=structures).index, structures)
     opened = replace(checkpoint, index=index)
     said = index.facts.iteration
     iteration: int | Literal["release"] = said if said else "release"
-    return ReshardSource(opened, state_of(index, structures), layout_of(index.facts.args), iteration)
+    if dcp_names.is_by_module(index):
+        assert structures is not None, "asks_for_source"
+        state = dcp_names.state_of(index, structures)
+    else:
+        state = state_of(index, structures)
+    return ReshardSource(opened, state, layout_of(index.facts.args), iteration)
 
 
 def asks_for_source(index: Index) -> bool:
     """Whether Megatron has to be asked about the source's own layout."""
-    return index.format == "torch" or needs_structures(index)
+    return index.format == "torch" or dcp_names.is_by_module(index) or needs_structures(index)

@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from blake3 import blake3
 
+from ckptguard.convert import dcp_names, plain_optimizer
+from ckptguard.convert.dcp_target import dcp_output, parameters
 from ckptguard.convert.output import Output, legacy_output, torch_dist_output
 from ckptguard.convert.reshard_plan import plan_torch_dist
 from ckptguard.convert.reshard_proof import Proof, merged, prove
@@ -42,8 +44,9 @@ from ckptguard.megatron.reshard_args import target_args
 from ckptguard.megatron.restate import Restate, Restated, restate
 from ckptguard.megatron.structure import Structures, structures_for
 
-TargetFormat = Literal["torch_dist", "torch"]
+TargetFormat = Literal["torch_dist", "torch", "dcp", "fsdp_dtensor"]
 OptimizerChoice = Literal["keep", "dp_reshardable", "fully_reshardable", "none"]
+_DCP = ("dcp", "fsdp_dtensor")
 _SHARDED = ("dp_reshardable", "fully_reshardable")
 
 
@@ -56,6 +59,7 @@ class ReshardOptions:
         optimizer: Form of the optimizer's state; "keep" is the source's where it still exists, else ``fully_reshardable``.
         args: Training args that the checkpoint does not store, or stores otherwise; the target stores them.
         to: Form of the target.
+        files: How many files the tensors of ``dcp`` and ``fsdp_dtensor`` are cut into; None is one per rank.
         old_readers: Also write common.pt, which readers before Megatron Core 0.19 need.
         verify: Prove the result before it appears.
         memory_bytes: Most bytes of buffers.
@@ -66,6 +70,7 @@ class ReshardOptions:
     optimizer: OptimizerChoice = "keep"
     args: Mapping[str, object] = field(default_factory=dict)
     to: TargetFormat = "torch_dist"
+    files: int | None = None
     old_readers: bool = False
     verify: bool = True
     memory_bytes: int = 2 << 30
@@ -137,12 +142,15 @@ def prepare_reshard(checkpoint: Checkpoint, options: ReshardOptions) -> ReshardP
     facts = replace(checkpoint.index.facts, args={**checkpoint.index.facts.args, **options.args})
     checkpoint = replace(checkpoint, index=replace(checkpoint.index, facts=facts))
     refuse_unfit(checkpoint)
-    form = _form(checkpoint.index, options.optimizer)
+    if options.files is not None and options.to not in _DCP:
+        raise UsageError(f"--files: {options.to} has one file per rank", next_step="Leave --files out.")
+    form = _form(checkpoint.index, options.optimizer, options.to)
+    switched = dcp_names.switched_off(facts.args)
     wanted = target_args(
-        facts.args, options.layout, optimizer=_sharded(form),
-        vocabulary_rows=_vocabulary_rows(checkpoint.index), keep_rng=True,
+        {**facts.args, **switched}, options.layout, optimizer=form,
+        vocabulary_rows=dcp_names.vocabulary_rows(checkpoint.index), keep_rng=True,
     )  # fmt: skip
-    own, structures = _ask(checkpoint.index, wanted.args)
+    own, structures = _ask(checkpoint.index, wanted.args, options.to)
     target = Target(structures, _grid(wanted.args), form, _instances(wanted.args))
     if form == "dp_reshardable" and structures.no_buckets:
         raise UnsupportedError(
@@ -151,72 +159,74 @@ def prepare_reshard(checkpoint: Checkpoint, options: ReshardOptions) -> ReshardP
         )
     with collector_paused():  # a large model has a million values that live as long as the plan
         source = open_source(checkpoint, own)
+        if form in _SHARDED:
+            source = replace(source, state=plain_optimizer.with_masters(source.state))
         plan = plan_torch_dist(source.state, target) if options.to == "torch_dist" else None
+        if plan is not None and form == "plain":
+            plan = plain_optimizer.with_stored_names(plan)
     layout = layout_of(wanted.args)
     folder = "release" if source.iteration == "release" else f"iter_{source.iteration:07d}"
-    state = _restated(source, target, layout, {**options.args, **wanted.changes}, options)
-    output = (
-        torch_dist_output(source, target, state, plan, folder)
-        if plan is not None
-        else legacy_output(source, target, state, folder)
-    )
+    state = _restated(source, target, layout, {**options.args, **switched, **wanted.changes}, options)
+    if plan is not None:
+        output = torch_dist_output(source, target, state, plan, folder)
+    elif options.to == "dcp" or options.to == "fsdp_dtensor":
+        output = dcp_output(source, target, state, folder, to=options.to, files=options.files)
+    else:
+        output = legacy_output(source, target, state, folder)
     side = source.side_files()
     files = [*output.files]
     for key, made in enumerate(side, len(output.chunks)):
         files.append(TargetFile(f"{folder}/{made.name}", (Elements(key, made.size_bytes),)))
     identity = _identity(source, output.small, state.root_files, layout, options)
-    notes = (*wanted.notes, *state.notes, *output.notes)
+    notes = (*dcp_names.switch_notes(facts.args, wanted.args), *wanted.notes, *state.notes, *output.notes)
     return ReshardPrepared(
         source, target, layout, output, side, WritePlan(tuple(files), identity), state.root_files, folder, notes
     )
 
 
-def _restated_form(target: Target, options: ReshardOptions) -> Literal["dp_reshardable", "fully_reshardable"] | None:
+def _restated_form(target: Target, options: ReshardOptions) -> OptimizerForm | None:
     """Where the param groups of the optimizer go: legacy files hold them as ``fully_reshardable`` does, in one place."""
-    form = _sharded(target.optimizer)
-    return "fully_reshardable" if form is not None and options.to == "torch" else form
+    return "fully_reshardable" if target.optimizer in _SHARDED and options.to == "torch" else target.optimizer
 
 
-def _form(index: Index, choice: OptimizerChoice) -> OptimizerForm | None:
+def _form(index: Index, choice: OptimizerChoice, to: TargetFormat) -> OptimizerForm | None:
     """The form of the target's optimizer state."""
     stored = index.facts.optimizer_format
     has_state = any(
-        split_state(name) or "dp_group_idx_" in name or "distrib_optim.pt" in name for name in index.tensors
+        split_state(name) or "dp_group_idx_" in name or "distrib_optim.pt" in name or plain_optimizer.is_of_legacy(name)
+        for name in index.tensors
     )
+    has_state = has_state or dcp_names.has_optimizer_state(index)
     if choice == "none" or not has_state:
         if choice in _SHARDED:
             raise UsageError(f"--optimizer {choice}: {index.location} holds no optimizer state")
         return None
-    distributed = bool(index.facts.args.get("use_distributed_optimizer"))
-    if not distributed:
-        if choice in _SHARDED:
+    if to in _DCP:
+        if choice == "dp_reshardable":
             raise UsageError(
-                f"--optimizer {choice}: the run of {index.location} did not use the distributed optimizer",
-                next_step="Leave --optimizer out: its state is resharded in the form that it has.",
+                f"--optimizer dp_reshardable: {to} has no buckets", next_step="Choose --optimizer fully_reshardable."
             )
+        return "fully_reshardable"
+    distributed = bool(index.facts.args.get("use_distributed_optimizer"))
+    if not distributed and choice == "keep":
         return "plain"
     if choice == "keep":
         return "dp_reshardable" if stored == "dp_reshardable" else "fully_reshardable"
     return choice
 
 
-def _sharded(form: OptimizerForm | None) -> Literal["dp_reshardable", "fully_reshardable"] | None:
-    """The form, if it is one of the distributed optimizer's."""
-    return form if form != "plain" else None
-
-
-def _vocabulary_rows(index: Index) -> int | None:
-    """Rows of the stored embedding, padding included."""
-    entry = index.tensors.get("embedding.word_embeddings.weight")
-    return entry.shape[0] if entry is not None else None
-
-
-def _ask(index: Index, args: Mapping[str, object]) -> tuple[Structures | None, Structures]:
+def _ask(index: Index, args: Mapping[str, object], to: TargetFormat) -> tuple[Structures | None, Structures]:
     """What Megatron says of the source's own layout, where that is needed, and of the target's."""
     content = index.facts.content_metadata
+    if to == "fsdp_dtensor":
+        rows = args.get("padded_vocab_size")
+        args = dcp_names.whole_model_args(args, rows if isinstance(rows, int) else None)
     questions = [(args, content, None)]
     if asks_for_source(index):
-        questions.insert(0, (index.facts.args, content, None))
+        own = index.facts.args
+        if dcp_names.is_by_module(index):
+            own = dcp_names.whole_model_args(own, dcp_names.vocabulary_rows(index))
+        questions.insert(0, (own, content, None))
     answers = structures_for(questions)
     return (answers[0] if len(answers) > 1 else None), answers[-1]
 
@@ -241,8 +251,11 @@ def _instances(args: Mapping[str, object]) -> int:
 def _restated(
     source: ReshardSource, target: Target, layout: Layout, changes: Mapping[str, object], options: ReshardOptions
 ) -> Restated:
-    before, groups, buffers = source.layout, [], {}
-    for rank in target.structures.ranks if target.optimizer in _SHARDED else ():
+    before, buffers = source.layout, {}
+    groups: list[tuple[str, bool]] = []
+    if target.optimizer == "plain" or options.to == "fsdp_dtensor":
+        groups += plain_optimizer.chain(target.structures)
+    for rank in target.structures.ranks if target.optimizer in _SHARDED and not groups else ():
         for prefix, own, _ in target.optimizer_groups(rank):
             groups.append((prefix, prefix.startswith("chained_1.")))
             buffers[prefix] = own
@@ -250,8 +263,9 @@ def _restated(
         common=source.common(),
         iteration=source.iteration,
         layout_changed=(before.tp, before.pp) != (layout.tp, layout.pp),
-        world_changed=(before.tp, before.pp, before.dp, before.cp) != (layout.tp, layout.pp, layout.dp, layout.cp),
-        has_rng=bool(source.objects_named("rng_state/")),
+        world_changed=(before.tp, before.pp, before.dp, before.cp) != (layout.tp, layout.pp, layout.dp, layout.cp)
+        or options.to in _DCP,
+        has_rng=bool(source.objects_named("rng_state/")) and options.to not in _DCP,
         args_changes=changes,
         optimizer_format=_restated_form(target, options),
         group_states=source.group_states(),
@@ -260,6 +274,7 @@ def _restated(
         run_config=source.file("run_config.yaml"),
         train_state=source.file("train_state.pt"),
         old_readers=options.old_readers,
+        decays=parameters(target.structures, source.index.facts.args) if options.to == "fsdp_dtensor" else None,
         legacy=options.to == "torch",
     )
     return restate(question)
@@ -280,6 +295,7 @@ def _identity(
         "layout": layout.as_dict(),
         "optimizer": options.optimizer,
         "to": options.to,
+        "cut_into": options.files,
         "args": {name: str(value) for name, value in sorted(options.args.items())},
         "verify": options.verify,
     }

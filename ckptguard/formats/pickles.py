@@ -202,6 +202,7 @@ _NAMED: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_parameter": _first,
     "torch._utils._rebuild_parameter_with_state": _first,
     "torch.nn.parameter.Parameter": _first,
+    "torch.Tensor": _first,  # the type of a tensor with attributes of its own, such as a copy of a parallel parameter
     "torch._tensor._rebuild_from_type_v2": _from_type,
     "collections.OrderedDict": OrderedDict,
     "collections.defaultdict": _defaultdict,

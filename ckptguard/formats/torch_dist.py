@@ -113,7 +113,7 @@ class Dcp:
         """As ``Format.read_index``."""
         table, reader = dcp.read_table(files), Reader(files)
         problems: list[Problem] = []
-        common: dict[str, Any] = {}
+        common = _common_state(reader, table, problems)
         for key in ("args", "iteration", "checkpoint_version", "content_metadata"):
             if key in table.objects:
                 common[key] = facts.read_value(reader, table.objects[key], problems)

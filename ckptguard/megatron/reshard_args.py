@@ -44,7 +44,7 @@ def target_args(
     stored: Mapping[str, object],
     layout: Layout,
     *,
-    optimizer: Literal["dp_reshardable", "fully_reshardable"] | None,
+    optimizer: Literal["dp_reshardable", "fully_reshardable", "plain"] | None,
     vocabulary_rows: int | None,
     keep_rng: bool = False,
 ) -> TargetArgs:
@@ -53,7 +53,7 @@ def target_args(
     Args:
         stored: Those of the source, as plain values (``Facts.args``).
         layout: The target's. DP None keeps the world size where the layout fits it, and is else as small as can be.
-        optimizer: Form of the target's optimizer state; None if it has none.
+        optimizer: Form of the target's optimizer state; None if it has none, "plain" if the optimizer is not distributed.
         vocabulary_rows: Rows of the stored word embedding, padding included; None takes the args' word.
         keep_rng: Whether the target has RNG state.
 
@@ -77,8 +77,9 @@ def target_args(
         "no_save_rng": bool(stored.get("no_save_rng")) if keep_rng else True,
         "no_save_optim": optimizer is None,
     }
-    if optimizer is not None:
+    if optimizer in ("dp_reshardable", "fully_reshardable"):
         values["dist_ckpt_optim_fully_reshardable"] = optimizer == "fully_reshardable"
+        values["use_distributed_optimizer"] = True
     values = {name: value for name, value in values.items() if name in stored or name not in _ONLY_IF_KNOWN}
     changes = {name: value for name, value in values.items() if _differs(stored, name, value)}
     notes = tuple(_notes(stored, layout, {**stored, **values}, vocabulary_rows))

@@ -20,7 +20,7 @@ from ckptguard.core.problems import Problem
 from ckptguard.megatron import ask
 from ckptguard.megatron.structure import Buffer
 
-OptimizerFormat = Literal["dp_reshardable", "fully_reshardable"]
+OptimizerFormat = Literal["dp_reshardable", "fully_reshardable", "plain"]
 _SHOWN_LINES = 12
 
 
@@ -30,13 +30,14 @@ class Restate:
 
     Attributes:
         common: The bytes of ``common.pt`` or of the object ``common_state/shard_0_1``; of legacy files the path of rank 0's
-            ``model_optim_rng.pt``, whose tensors are then not read.
+            ``model_optim_rng.pt``, whose tensors are then not read; of torch DCP by modules its objects, by stored name
+            (those of plain DCP are none: the args are then those of ``args_changes``).
         iteration: Of the target.
         layout_changed: Whether TP or PP is another one.
         world_changed: Whether TP, PP, DP or the world size is another one.
         has_rng: Whether the source holds RNG states that can go along.
         args_changes: New values of training arguments, plain; ``no_save_rng`` and ``no_save_optim`` follow from the rest.
-        optimizer_format: Of the target; None if no optimizer state goes along.
+        optimizer_format: Of the target; None if no optimizer state goes along, "plain" that of one that is not distributed.
         group_states: Bytes of the source's objects ``<prefix>.optimizer/shard_0_1`` and ``<prefix>.grad_scaler/shard_0_1``,
             where prefix is ``[chained_K.]optimizer.distributed.dp_group_idx_I``.
         groups: (prefix, whether of expert parameters) of the target's optimizers, of every rank that has state of its own;
@@ -45,11 +46,13 @@ class Restate:
         run_config: Bridge's ``run_config.yaml``, if there is one.
         train_state: Bridge's ``train_state.pt``, if there is one.
         old_readers: Whether Megatron Core until 0.18 is to find ``common.pt``.
+        decays: For ``fsdp_dtensor``, whose ``objects`` are then the entries of the common state: whether weight decay
+            applies to each parameter of its optimizer, by the name that it has there.
         legacy: Whether the target are legacy files: then ``common_state`` is what each ``model_optim_rng.pt`` holds beside
             its tensors, and nothing else is made.
     """
 
-    common: bytes | Path
+    common: bytes | Path | Mapping[str, bytes]
     iteration: int | Literal["release"]
     layout_changed: bool
     world_changed: bool
@@ -62,6 +65,7 @@ class Restate:
     run_config: bytes | None = None
     train_state: bytes | None = None
     old_readers: bool = True
+    decays: Mapping[str, bool] | None = None
     legacy: bool = False
 
 
@@ -71,7 +75,7 @@ class Restated:
 
     Attributes:
         common_state: The object ``common_state/shard_0_1``.
-        objects: The objects beside the optimizer's buckets, by storage name.
+        objects: The objects beside the optimizer's buckets, or of ``fsdp_dtensor`` those of the common state, by storage name.
         iteration_files: By name, in the directory of the iteration.
         root_files: By name, in the root: the trackers.
         keep_rng: Whether the objects ``rng_state/...`` go along as they are.
@@ -122,7 +126,7 @@ def restate(question: Restate, *, timeout_seconds: float = ask.TIMEOUT_SECONDS) 
 def _as_json(question: Restate) -> dict[str, Any]:
     is_file = isinstance(question.common, Path)
     return {
-        "common": str(question.common) if isinstance(question.common, Path) else b64encode(question.common).decode(),
+        "common": _common(question.common),
         "is_file": is_file,
         "iteration": question.iteration,
         "layout_changed": question.layout_changed,
@@ -134,8 +138,15 @@ def _as_json(question: Restate) -> dict[str, Any]:
         "groups": [list(group) for group in question.groups],
         "buffers": {prefix: [_buffer(b) for b in buffers] for prefix, buffers in question.buffers.items()},
         "legacy": question.legacy,
+        "decays": dict(question.decays) if question.decays is not None else None,
         "run_config": question.run_config.decode() if question.run_config is not None else None,
     }
+
+
+def _common(common: bytes | Path | Mapping[str, bytes]) -> str | dict[str, str]:
+    if isinstance(common, Mapping):
+        return {name: b64encode(data).decode() for name, data in common.items()}
+    return str(common) if isinstance(common, Path) else b64encode(common).decode()
 
 
 def _buffer(buffer: Buffer) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def of_torch_dist(
         loaded: Common state of the source, as it was loaded; nothing in it is changed.
         states: Values of the objects that hold the source's param groups and grad scalers, by storage name.
         asked: About the target.
-        form: ``dp_reshardable``, ``fully_reshardable``, or None without optimizer state.
+        form: ``dp_reshardable``, ``fully_reshardable``, ``plain`` (not distributed), or None without optimizer state.
         notes: Gets sentences for the user.
 
     Raises:
@@ -86,7 +86,9 @@ def of_torch_dist(
     """
     made = _common(loaded, states, asked, "torch_dist", notes)
     common = made.common
-    if form is not None:
+    if form == "plain":
+        common["optimizer"] = _chained({k: _plain(o, loaded["optimizer"]) for k, o in made.optimizers.items()})
+    elif form is not None:
         common["optimizer"] = _chained({k: _of_form(o, form) for k, o in made.optimizers.items()})
     if made.keep_rerun:
         common["rerun_state_machine"] = loaded["rerun_state_machine"]
@@ -265,6 +267,19 @@ def _optimizer(optimizer: Optimizer) -> dict[str, Any]:
     return out if optimizer.grad_scaler is None else out | {"grad_scaler": optimizer.grad_scaler}
 
 
+def _plain(optimizer: Optimizer, stored: Any) -> dict[str, Any]:
+    """As an optimizer that is not distributed gives it: an FP32 one is not nested, torch's own keeps the step apart."""
+    parts = [stored]
+    if isinstance(stored, list) or not stored.keys() & {"optimizer", "param_groups"}:  # of several optimizers
+        parts = list(stored if isinstance(stored, list) else stored.values())
+    states = parts[0].get("optimizer", parts[0]).get("state", {})
+    steps = [state["step"] for state in states.values() if isinstance(state, Mapping) and "step" in state]
+    out = _optimizer(optimizer)
+    if "common_step" in states or steps:
+        out["optimizer"]["state"] = {"common_step": states.get("common_step", *steps[:1])}
+    return out if "optimizer" in parts[0] else out["optimizer"]
+
+
 def _of_form(optimizer: Optimizer, form: str) -> dict[str, Any]:
     """What common state has of an optimizer; the groups of ``dp_reshardable`` stand in objects."""
     inner = {} if form == "dp_reshardable" else _optimizer(optimizer)
@@ -277,7 +292,7 @@ def _chained(parts: Mapping[Place, dict[str, Any]]) -> dict[Any, Any]:
 
 def _content_metadata(before: Mapping[str, Any], form: str | None, notes: list[str]) -> dict[str, Any]:
     """What decides about key names when Megatron loads; without a form it asks for no optimizer state."""
-    out: dict[str, Any] = {} if form is None else {"distrib_optim_sharding_type": form}
+    out: dict[str, Any] = {} if form in (None, "plain") else {"distrib_optim_sharding_type": form}
     if form == "fully_reshardable":
         out["distrib_optim_fully_reshardable_mem_efficient"] = False
     out |= {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}

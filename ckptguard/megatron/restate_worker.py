@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ckptguard.megatron import restate_common, restate_groups, restate_run_config, safe_loading
+from ckptguard.megatron import restate_common, restate_groups, restate_objects, restate_run_config, safe_loading
 
 
 def main() -> None:
@@ -75,10 +75,15 @@ def answered(question: Mapping[str, Any]) -> dict[str, Any]:
         keep_rng = asked.has_rng and not common["args"].no_save_rng
         return answer | {"run_config": question["run_config"], "keep_rng": keep_rng, "notes": notes}
     made = restate_common.of_torch_dist(loaded, states, asked, question["optimizer_format"], notes)
+    objects = _objects(question, made.optimizers) if question["optimizer_format"] == "dp_reshardable" else {}
+    if question["decays"] is not None:
+        groups = [group for optimizer in made.optimizers.values() for group in optimizer.groups]
+        entries = restate_objects.flat(made.common, groups, question["decays"])
+        objects = {name: _encoded(value) for name, value in entries.items()}
     answer = {
         "common_state": _encoded([made.common]),
         "common_file": _encoded(made.common),
-        "objects": _objects(question, made.optimizers) if question["optimizer_format"] == "dp_reshardable" else {},
+        "objects": objects,
         "keep_rng": made.keep_rng,
         "keep_rerun": made.keep_rerun,
     }
@@ -90,7 +95,9 @@ def answered(question: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _loaded(question: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
-    """Common state, or a legacy file's entries without what holds tensors."""
+    """Common state, or a legacy file's entries without what holds tensors, or the objects of torch DCP put together."""
+    if isinstance(question["common"], dict):
+        return _of_objects(question, notes)
     is_file = question["is_file"]
     where = question["common"] if is_file else "common state"
     value = safe_loading.load(question["common"] if is_file else _stream(question["common"]), where=where)
@@ -101,6 +108,14 @@ def _loaded(question: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
         value = restate_common.without_tensors(value, notes)
     out: dict[str, Any] = safe_loading.without_stand_ins(value, where=where, notes=notes)
     return out
+
+
+def _of_objects(question: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+    values = {}
+    for name, data in question["common"].items():
+        value = safe_loading.load(_stream(data), where=name)
+        values[name] = safe_loading.without_stand_ins(value, where=name, notes=notes)
+    return restate_objects.nested(values, question["args_changes"])
 
 
 def _state(name: str, data: str, notes: list[str]) -> Any:
