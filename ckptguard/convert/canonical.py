@@ -17,6 +17,9 @@ from ckptguard.core.index import Chunk, Encoding, TensorEntry
 from ckptguard.core.pieces import Assembly, Piece, row_major
 from ckptguard.core.plan import Made, Source, Stored
 
+# Offsets of nothing and steps of one, by number of dims: one tuple for all pieces.
+_CONSTANT = [((0,) * dims, (1,) * dims) for dims in range(17)]
+
 
 @dataclass(frozen=True, slots=True)
 class Cell:
@@ -114,6 +117,9 @@ class State:
         pieces: list[list[Piece]] = [[] for _ in boxes]
         for i, j, common in meetings(boxes, tensor.boxes):
             cell, box = tensor.cells[j], boxes[i]
+            if common == cell.box == box and isinstance(cell.of, Stored):
+                pieces[i].append(self._all_of(cell.of))
+                continue
             inside, corner = common.relative_to(cell.box), common.relative_to(box).offset
             if isinstance(cell.of, Stored):
                 pieces[i].append(self._part(cell.of, inside, corner))
@@ -128,6 +134,13 @@ class State:
             _with_zero_rows(Assembly(box.size, tuple(parts)), rows - box.offset[0] if box.size else 0)
             for box, parts in zip(boxes, pieces, strict=True)
         ]
+
+    def _all_of(self, stored: Stored) -> Piece:
+        """A chunk that goes along uncut: most of them do, and there may be hundreds of thousands."""
+        source, strides = in_order(stored)
+        size = stored.chunk.box.size
+        none, one = _CONSTANT[len(size)]
+        return Piece(none, size, one, self.sources.name_of(source), 0, strides)
 
     def _part(self, stored: Stored, inside: Box, corner: tuple[int, ...]) -> Piece:
         source, strides = in_order(stored)

@@ -16,6 +16,7 @@ from ckptguard.convert.canonical import State
 from ckptguard.convert.import_plan import RankFile
 from ckptguard.convert.output import Output
 from ckptguard.convert.placing import COMMON_STATE, placed
+from ckptguard.convert.plain_optimizer import decays
 from ckptguard.convert.reshard_plan import cut_rows, refuse_unfitting, target_shapes
 from ckptguard.convert.reshard_source import ReshardSource
 from ckptguard.convert.sources import state_name, state_of, states_in
@@ -98,18 +99,9 @@ def dcp_output(
 
 
 def parameters(structures: Structures, args: Mapping[str, object]) -> dict[str, bool]:
-    """Whether weight decay applies to each parameter of Megatron-FSDP's optimizer, by the name that it has there.
-
-    This is what Megatron's param groups differ in (megatron/core/optimizer/__init__.py ``get_standard_config_overrides``).
-    """
-    qk_decays = bool(args.get("apply_wd_to_qk_layernorm"))
-    out = {}
-    for chunk in structures.ranks[0].chunks:
-        for tensor in (tensor for tensor in chunk if tensor.trainable):
-            spared = len(tensor.shape) == 1 or tensor.name.endswith(".bias")
-            is_qk = "q_layernorm." in tensor.name or "k_layernorm." in tensor.name
-            out[f"module.module.module.{tensor.name}"] = not spared or (is_qk and qk_decays)
-    return out
+    """Whether weight decay applies to each parameter of Megatron-FSDP's optimizer, by the name that it has there."""
+    tensors = (tensor for chunk in structures.ranks[0].chunks for tensor in chunk if tensor.trainable)
+    return {f"module.module.module.{tensor.name}": decays(tensor, args) for tensor in tensors}
 
 
 def _is_split(tensor: LocalTensor) -> bool:

@@ -10,6 +10,7 @@ Source (megatron-core 0.19.2): megatron/core/optimizer/optimizer.py ``Float16Opt
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 
 from ckptguard.convert.canonical import GlobalTensor, State
@@ -70,6 +71,26 @@ def chain(structures: Structures) -> tuple[tuple[str, bool], ...]:
     if any(rank.expert_groups for rank in structures.ranks):
         return (f"chained_0.{prefix}", False), (f"chained_1.{prefix}", True)
     return ((prefix, False),)
+
+
+def group_decays(structures: Structures, args: Mapping[str, object]) -> dict[str, tuple[bool, ...]]:
+    """Whether weight decay applies to each group of each optimizer of ``chain``, by prefix."""
+    out = {}
+    for prefix, is_expert in chain(structures):
+        held = [rank.expert_groups if is_expert else rank.groups for rank in structures.ranks]
+        firsts = [next((group[0] for group in ranks if group), None) for ranks in zip(*held, strict=True)]
+        out[prefix] = tuple(decays(tensor, args) for tensor in firsts if tensor is not None)
+    return out
+
+
+def decays(tensor: LocalTensor, args: Mapping[str, object]) -> bool:
+    """Whether weight decay applies to a parameter.
+
+    This is what Megatron's param groups differ in (megatron/core/optimizer/__init__.py ``get_standard_config_overrides``).
+    """
+    is_qk = "q_layernorm." in tensor.name or "k_layernorm." in tensor.name
+    spared = len(tensor.shape) == 1 or tensor.name.endswith(".bias")
+    return not spared or (is_qk and bool(args.get("apply_wd_to_qk_layernorm")))
 
 
 def is_of_legacy(name: str) -> bool:

@@ -81,13 +81,8 @@ def target_shapes(state: State, target: Target) -> dict[str, tuple[int, ...]]:
 def _states(state: State, target: Target) -> set[str]:
     if target.optimizer == "dp_reshardable":
         return names_in_buckets(state, target)
-    return {
-        state_name(kind, part.key)
-        for rank in target.structures.ranks
-        for tensor in _trainable(rank)
-        for part in tensor.parts
-        for kind in states_in(state)
-    }
+    keys = {part.key for rank in target.structures.ranks for tensor in _trainable(rank) for part in tensor.parts}
+    return {state_name(kind, key) for key in keys for kind in states_in(state)}
 
 
 def cut_rows(state: State, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:

@@ -20,7 +20,9 @@ from ckptguard.core.plan import Made, Stored
 from ckptguard.engine import structure as checks
 from ckptguard.fingerprint.manifest import FILE_NAME
 from ckptguard.formats.base import Checkpoint
+from ckptguard.formats.facts import kind_of_name
 from ckptguard.layout.layouts import Layout
+from ckptguard.megatron import gathered_state
 from ckptguard.megatron.legacy_names import to_global_view
 from ckptguard.megatron.structure import Structures
 
@@ -184,23 +186,31 @@ def layout_of(args: Mapping[str, object]) -> Layout:
     )  # fmt: skip
 
 
-def open_source(checkpoint: Checkpoint, structures: Structures | None) -> ReshardSource:
+def open_source(
+    checkpoint: Checkpoint, structures: Structures | None, *, keeps_optimizer: bool = True
+) -> ReshardSource:
     """Describes a source; nothing of its tensors is read.
 
     Args:
         checkpoint: An open checkpoint that ``refuse_unfit`` let pass.
         structures: What Megatron says of its own layout; needed if ``asks_for_source``.
+        keeps_optimizer: Whether its optimizer's state is wanted; one that is not need not be in a form that is understood.
 
     Raises:
         UnsupportedError: A form of state that cannot be taken apart, or Megatron's model is another one.
     """
     index = checkpoint.index
+    if not keeps_optimizer:
+        weights = {name: entry for name, entry in index.tensors.items() if kind_of_name(name) == "weights"}
+        index = replace(index, tensors=weights)
     if index.format == "torch":
         assert structures is not None, "asks_for_source"
         index = plain_optimizer.legacy_to_global(to_global_view(index, structures=structures).index, structures)
-    opened = replace(checkpoint, index=index)
     said = index.facts.iteration
     iteration: int | Literal["release"] = said if said else "release"
+    if structures is not None and keeps_optimizer:
+        index = gathered_state.to_global(index, checkpoint.reader, structures)
+    opened = replace(checkpoint, index=index)
     if dcp_names.is_by_module(index):
         assert structures is not None, "asks_for_source"
         state = dcp_names.state_of(index, structures)
@@ -211,4 +221,5 @@ def open_source(checkpoint: Checkpoint, structures: Structures | None) -> Reshar
 
 def asks_for_source(index: Index) -> bool:
     """Whether Megatron has to be asked about the source's own layout."""
-    return index.format == "torch" or dcp_names.is_by_module(index) or needs_structures(index)
+    gathered = any(map(gathered_state.is_gathered, index.objects))
+    return index.format == "torch" or gathered or dcp_names.is_by_module(index) or needs_structures(index)

@@ -40,6 +40,7 @@ from ckptguard.formats.dcp import collector_paused
 from ckptguard.formats.remote import directory
 from ckptguard.layout.layouts import Layout
 from ckptguard.layout.ranks import Grid
+from ckptguard.megatron.gathered_state import is_gathered
 from ckptguard.megatron.reshard_args import target_args
 from ckptguard.megatron.restate import Restate, Restated, restate
 from ckptguard.megatron.structure import Structures, structures_for
@@ -158,7 +159,7 @@ def prepare_reshard(checkpoint: Checkpoint, options: ReshardOptions) -> ReshardP
             next_step="Choose --optimizer fully_reshardable, or convert the weights alone with --optimizer none.",
         )
     with collector_paused():  # a large model has a million values that live as long as the plan
-        source = open_source(checkpoint, own)
+        source = open_source(checkpoint, own, keeps_optimizer=form is not None)
         if form in _SHARDED:
             source = replace(source, state=plain_optimizer.with_masters(source.state))
         plan = plan_torch_dist(source.state, target) if options.to == "torch_dist" else None
@@ -196,7 +197,7 @@ def _form(index: Index, choice: OptimizerChoice, to: TargetFormat) -> OptimizerF
         split_state(name) or "dp_group_idx_" in name or "distrib_optim.pt" in name or plain_optimizer.is_of_legacy(name)
         for name in index.tensors
     )
-    has_state = has_state or dcp_names.has_optimizer_state(index)
+    has_state = has_state or dcp_names.has_optimizer_state(index) or any(map(is_gathered, index.objects))
     if choice == "none" or not has_state:
         if choice in _SHARDED:
             raise UsageError(f"--optimizer {choice}: {index.location} holds no optimizer state")
@@ -274,6 +275,9 @@ def _restated(
         run_config=source.file("run_config.yaml"),
         train_state=source.file("train_state.pt"),
         old_readers=options.old_readers,
+        group_decays=plain_optimizer.group_decays(target.structures, source.index.facts.args)
+        if target.optimizer == "plain"
+        else {},
         decays=parameters(target.structures, source.index.facts.args) if options.to == "fsdp_dtensor" else None,
         legacy=options.to == "torch",
     )

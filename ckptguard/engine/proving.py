@@ -10,7 +10,7 @@ from math import lcm
 from ckptguard.core.plan import Made
 from ckptguard.engine.filling import Filler, row_bytes
 from ckptguard.engine.workers import SILENT, Buffers, Progress, run
-from ckptguard.fingerprint.tensors import BoxSum
+from ckptguard.fingerprint.tensors import BoxSum, step_elements
 from ckptguard.fingerprint.values import Fingerprint, add
 
 _WINDOW_BYTES = 4 << 20
@@ -54,7 +54,7 @@ class Summing:
 
 def step_bytes(chunk: Made) -> int:
     """Pieces of a chunk that can be filled and fingerprinted on their own are multiples of this."""
-    step = BoxSum(chunk.dtype, chunk.shape, chunk.box).step_elements * chunk.dtype.itemsize
+    step = step_elements(chunk.dtype, chunk.box.size) * chunk.dtype.itemsize
     return lcm(step, row_bytes(chunk))
 
 

@@ -48,6 +48,20 @@ class Prepared:
     weights: npt.NDArray[np.uint64]
 
 
+def step_elements(dtype: DType, size: Sequence[int]) -> int:
+    """As ``BoxSum.step_elements``, for a box of this size, without what summing needs."""
+    return max(1, _line(dtype, size)[1] // dtype.words)
+
+
+def _line(dtype: DType, size: Sequence[int]) -> tuple[int, int]:
+    """(last dim that is not part of a line, words of a step): short dims at the end are taken together."""
+    split, step = len(size) - 1, dtype.words
+    while split > 0 and size[split] * step < _MIN_LINE_WORDS:
+        step *= size[split]
+        split -= 1
+    return split, step
+
+
 class BoxSum:
     """Weights of a box of a tensor, made once, and the weighted sums over ranges of its elements.
 
@@ -63,10 +77,7 @@ class BoxSum:
     def __init__(self, dtype: DType, shape: Sequence[int], box: Box) -> None:
         self.dtype, self.shape, self.box = dtype, tuple(shape), box
         self.word_dtype = np.uint8 if dtype.word_bytes == 1 else np.uint16
-        split, step = len(shape) - 1, dtype.words
-        while split > 0 and box.size[split] * step < _MIN_LINE_WORDS:
-            step *= box.size[split]
-            split -= 1
+        split, step = _line(dtype, box.size)
         self.step_elements = max(1, step // dtype.words)
         self.prepared = _prepare(dtype, self.shape, box, split, step)
         self._native = native.weights_of(self.prepared, dtype.word_bytes) if native.library() else None

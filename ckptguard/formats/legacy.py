@@ -63,7 +63,7 @@ class LegacyTorch:
             objects[name] = ObjectEntry(name, span)
             try:
                 archive = reader.open_zip(span, where=str(files.root / name))
-                tensors.update((entry.name, entry) for entry in _entries(name, archive))
+                tensors.update((entry.name, entry) for entry in entries(name, archive, span))
             except DamagedError as error:
                 problems.extend(error.problems)
                 continue
@@ -76,17 +76,28 @@ class LegacyTorch:
         return Index("torch", str(files.root), tensors, objects, files.listing, {}, said, tuple(problems))
 
 
-def _entries(name: str, archive: TorchZip) -> Iterator[TensorEntry]:
-    """One entry per tensor in a file; tensors that share a storage share its span."""
+def entries(name: str, archive: TorchZip, span: Span) -> Iterator[TensorEntry]:
+    """One entry per tensor in a file of torch.save, called ``name:path``; tensors that share a storage share its span.
+
+    Args:
+        name: What the file is called.
+        archive: Its directory and value.
+        span: Where it stands.
+
+    Raises:
+        DamagedError: A tensor's storage is missing.
+    """
     for path, ref in _tensors(archive.value, "", 0):
         try:
             record = archive.storage(ref.storage.key)
         except KeyError:
             message = f"{name}: record data/{ref.storage.key} of {path} is missing"
-            raise DamagedError(message, problems=[Problem("missing-chunk", message, file=name, tensor=path)]) from None
-        span = Span(name, record.data_bytes, record.length_bytes)
+            raise DamagedError(
+                message, problems=[Problem("missing-chunk", message, file=span.file, tensor=path)]
+            ) from None
+        stored = Span(span.file, span.offset_bytes + record.data_bytes, record.length_bytes)
         strides = None if row_major(ref.size, ref.strides) else ref.strides
-        chunk = Chunk(whole(ref.size), span, first_element=ref.offset, strides=strides, crc32=record.crc32)
+        chunk = Chunk(whole(ref.size), stored, first_element=ref.offset, strides=strides, crc32=record.crc32)
         yield TensorEntry(f"{name}:{path}", ref.dtype, ref.size, (chunk,))
 
 

@@ -44,7 +44,7 @@ def place(index: Index, structures: Structures, gathered: Gathered) -> tuple[set
             return set(), [_note(f"{name} has shape {list(entry.shape)}, which is not that of Megatron's buffer")]
         found.append((key[4], buffer, entry))
     for state, buffer, entry in found:
-        _spread(state, buffer, entry, gathered)
+        spread(state, buffer, entry, gathered)
     return set(stored), []
 
 
@@ -69,7 +69,8 @@ def _of(
             yield (folder_of(rank, structures), optimizer, number, buffer.dtype), buffer
 
 
-def _spread(state: str, buffer: Buffer, entry: TensorEntry, gathered: Gathered) -> None:
+def spread(state: str, buffer: Buffer, entry: TensorEntry, gathered: Gathered) -> None:
+    """Places the parts of one state of a coalesced buffer."""
     for place_, first in _places(buffer):
         tensor = place_.tensor
         for part in tensor.parts:

@@ -48,6 +48,7 @@ class Restate:
         old_readers: Whether Megatron Core until 0.18 is to find ``common.pt``.
         decays: For ``fsdp_dtensor``, whose ``objects`` are then the entries of the common state: whether weight decay
             applies to each parameter of its optimizer, by the name that it has there.
+        group_decays: For ``plain``, by prefix: whether weight decay applies to each of the groups that the optimizer has.
         legacy: Whether the target are legacy files: then ``common_state`` is what each ``model_optim_rng.pt`` holds beside
             its tensors, and nothing else is made.
     """
@@ -66,6 +67,7 @@ class Restate:
     train_state: bytes | None = None
     old_readers: bool = True
     decays: Mapping[str, bool] | None = None
+    group_decays: Mapping[str, tuple[bool, ...]] = field(default_factory=dict)
     legacy: bool = False
 
 
@@ -138,6 +140,7 @@ def _as_json(question: Restate) -> dict[str, Any]:
         "groups": [list(group) for group in question.groups],
         "buffers": {prefix: [_buffer(b) for b in buffers] for prefix, buffers in question.buffers.items()},
         "legacy": question.legacy,
+        "group_decays": {prefix: list(decays) for prefix, decays in question.group_decays.items()},
         "decays": dict(question.decays) if question.decays is not None else None,
         "run_config": question.run_config.decode() if question.run_config is not None else None,
     }

@@ -16,14 +16,15 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import torch
 
 from ckptguard.megatron import restate_groups, restate_run_config
 from ckptguard.megatron.restate_groups import Optimizer, Place
+from ckptguard.megatron.restate_objects import of_kind
 
 _VERSION = 3.0
 _RNG = re.compile(r"(random_|np_|torch_|cuda_)?rng_state|rng_tracker_states")
@@ -39,7 +40,7 @@ class TooOldError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What the common state is to be of; fields as in ``restate.Restate``, with ``run_config`` as text."""
+    """What the common state is to be of; fields as in ``restate.Restate``, with ``run_config`` as text and places for prefixes."""
 
     iteration: int | Literal["release"]
     args_changes: Mapping[str, object]
@@ -49,6 +50,7 @@ class Asked:
     world_changed: bool
     has_rng: bool
     run_config: str | None = None
+    group_decays: Mapping[Place, Sequence[bool]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,8 @@ def of_torch_dist(
     made = _common(loaded, states, asked, "torch_dist", notes)
     common = made.common
     if form == "plain":
-        common["optimizer"] = _chained({k: _plain(o, loaded["optimizer"]) for k, o in made.optimizers.items()})
+        parts = {k: _with_own_groups(o, asked.group_decays.get(k)) for k, o in made.optimizers.items()}
+        common["optimizer"] = _chained({k: _plain(o, loaded["optimizer"]) for k, o in parts.items()})
     elif form is not None:
         common["optimizer"] = _chained({k: _of_form(o, form) for k, o in made.optimizers.items()})
     if made.keep_rerun:
@@ -265,6 +268,13 @@ def _optimizer(optimizer: Optimizer) -> dict[str, Any]:
     """As ``DistributedOptimizer.state_dict`` gives it."""
     out: dict[str, Any] = {"optimizer": {"param_groups": list(optimizer.groups)}}
     return out if optimizer.grad_scaler is None else out | {"grad_scaler": optimizer.grad_scaler}
+
+
+def _with_own_groups(optimizer: Optimizer, decays: Sequence[bool] | None) -> Optimizer:
+    """The groups that an optimizer has: Megatron merges them one by one, so there may be no other where the chain is new."""
+    if decays is None or len(decays) == len(optimizer.groups):
+        return optimizer
+    return replace(optimizer, groups=tuple(dict(of_kind(optimizer.groups, decay)) for decay in decays))
 
 
 def _plain(optimizer: Optimizer, stored: Any) -> dict[str, Any]:

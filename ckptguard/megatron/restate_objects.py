@@ -71,18 +71,19 @@ def flat(common: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], decays:
         elif name not in ("optimizer", "content_metadata", "rerun_state_machine"):
             out[name] = value
     if groups:
-        of_kind = {decay: _of_kind(groups, decay) for decay in set(decays.values())}
+        of_decay = {decay: of_kind(groups, decay) for decay in set(decays.values())}
         for parameter, decay in decays.items():
-            out |= {f"{META}{parameter}.{key}": item for key, item in of_kind[decay].items()}
+            out |= {f"{META}{parameter}.{key}": item for key, item in of_decay[decay].items()}
     return out
 
 
-def _of_kind(groups: Sequence[Mapping[str, Any]], decay: bool) -> Mapping[str, Any]:
+def of_kind(groups: Sequence[Mapping[str, Any]], decay: bool) -> Mapping[str, Any]:
+    """The one param group with weight decay, or without. Raises BadGroupsError if there is none, or several."""
     fitting = [group for group in groups if bool(group.get("wd_mult", group.get("pre_wd_mult"))) == decay]
     if len(fitting) != 1:
         what = "with" if decay else "without"
         raise BadGroupsError(
-            f"the optimizer has {len(fitting)} param groups {what} weight decay; fsdp_dtensor stores each parameter's group,"
-            " and which one that is then is not known"
+            f"the optimizer has {len(fitting)} param groups {what} weight decay: which one is a parameter's in the target is"
+            " not known"
         )
     return fitting[0]

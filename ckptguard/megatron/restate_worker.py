@@ -68,6 +68,7 @@ def answered(question: Mapping[str, Any]) -> dict[str, Any]:
         world_changed=question["world_changed"],
         has_rng=question["has_rng"],
         run_config=question["run_config"],
+        group_decays={restate_groups.place_of(p): decays for p, decays in question["group_decays"].items()},
     )
     if question["legacy"]:
         common = restate_common.common_of_legacy(loaded, states, asked, notes)
