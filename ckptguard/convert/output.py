@@ -25,7 +25,7 @@ from ckptguard.formats.storage import Directory
 from ckptguard.formats.zip_frames import empty_tensor_in_list
 from ckptguard.megatron.legacy_names import to_global_view
 from ckptguard.megatron.legacy_parts import folder_of
-from ckptguard.megatron.legacy_pickles import rank_pickles
+from ckptguard.megatron.legacy_pickles import ExtraState, rank_pickles
 from ckptguard.megatron.restate import Restated
 
 ReadBack = Callable[[Directory], tuple[State, Checkpoint]]
@@ -133,7 +133,11 @@ def legacy_output(source: ReshardSource, target: Target, state: Restated, folder
     shapes = target_shapes(source.state, target)
     refuse_unfitting(source.state, shapes, keeps_optimizer=target.optimizer is not None)
     states = states_in(source.state) if target.optimizer is not None else ()
-    plan = plan_legacy(source.state, target.structures, folder=folder, states=states)
+    extra = {
+        rank.rank: [[ExtraState(name, is_tensor) for name, is_tensor in chunk] for chunk in rank.extra]
+        for rank in target.structures.ranks
+    }
+    plan = plan_legacy(source.state, target.structures, folder=folder, states=states, extra_states=extra)
     rng = _rng_states(source, target, folder) if state.keep_rng else {}
     rng = {path: data for path, data in rng.items() if any(file.path == path for file in plan.descriptions)}
     pickles = rank_pickles(plan.descriptions, state.common_state, rng_states=rng)

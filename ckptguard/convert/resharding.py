@@ -42,7 +42,7 @@ from ckptguard.layout.layouts import Layout
 from ckptguard.layout.ranks import Grid
 from ckptguard.megatron.gathered_state import is_gathered
 from ckptguard.megatron.reshard_args import target_args
-from ckptguard.megatron.restate import Restate, Restated, restate
+from ckptguard.megatron.restate import Restate, Restated, restate, started_early
 from ckptguard.megatron.structure import Structures, structures_for
 
 TargetFormat = Literal["torch_dist", "torch", "dcp", "fsdp_dtensor"]
@@ -140,6 +140,11 @@ def prepare_reshard(checkpoint: Checkpoint, options: ReshardOptions) -> ReshardP
         DamagedError: The source is damaged or incomplete.
         UnsupportedError: Its model, form of state, or a tensor; all of a kind at once.
     """
+    with started_early():
+        return _prepare(checkpoint, options)
+
+
+def _prepare(checkpoint: Checkpoint, options: ReshardOptions) -> ReshardPrepared:
     facts = replace(checkpoint.index.facts, args={**checkpoint.index.facts.args, **options.args})
     checkpoint = replace(checkpoint, index=replace(checkpoint.index, facts=facts))
     refuse_unfit(checkpoint)

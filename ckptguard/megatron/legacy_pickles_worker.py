@@ -96,13 +96,6 @@ def rank_pickles(
     return out
 
 
-def extra_states(chunk: Any) -> list[dict[str, Any]]:
-    """The ``_extra_state`` entries of a model chunk of the current rank; the plain form of ``ExtraState``."""
-    state = chunk.state_dict_for_save_checkpoint(keep_vars=True)
-    found = {name: value for name, value in state.items() if name.endswith("_extra_state")}
-    return [{"name": name, "empty_tensor": isinstance(value, torch.Tensor)} for name, value in found.items()]
-
-
 @dataclass(frozen=True, slots=True)
 class Placeholder:
     """A contiguous tensor that needs no gradient and whose elements come later.

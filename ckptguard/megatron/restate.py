@@ -10,7 +10,8 @@ import json
 import subprocess
 import sys
 from base64 import b64decode, b64encode
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -125,6 +126,29 @@ def restate(question: Restate, *, timeout_seconds: float = ask.TIMEOUT_SECONDS) 
     )
 
 
+_STARTED: list[subprocess.Popen[str]] = []
+
+
+@contextmanager
+def started_early() -> Iterator[None]:
+    """Starts the process now, so that it imports while the caller asks other things."""
+    process = _start()
+    _STARTED.append(process)
+    try:
+        yield
+    finally:
+        _STARTED.clear()
+        process.kill()
+        process.communicate()
+
+
+def _start() -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "ckptguard.megatron.restate_worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, env=ask._environment() | {"PYTHONHASHSEED": "0"},
+    )  # fmt: skip
+
+
 def _as_json(question: Restate) -> dict[str, Any]:
     is_file = isinstance(question.common, Path)
     return {
@@ -161,10 +185,7 @@ def _buffer(buffer: Buffer) -> dict[str, Any]:
 
 
 def _answer(question: Mapping[str, Any], timeout_seconds: float) -> dict[str, Any]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "ckptguard.megatron.restate_worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, env=ask._environment() | {"PYTHONHASHSEED": "0"},
-    )  # fmt: skip
+    process = _STARTED.pop() if _STARTED else _start()
     try:
         answered, said = process.communicate(json.dumps(question), timeout=timeout_seconds)
     except subprocess.TimeoutExpired as error:

@@ -40,7 +40,7 @@ class TooOldError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What the common state is to be of; fields as in ``restate.Restate``, with ``run_config`` as text and places for prefixes."""
+    """What the common state is to be of; fields as in ``restate.Restate``, ``run_config`` as text, places for prefixes."""
 
     iteration: int | Literal["release"]
     args_changes: Mapping[str, object]

@@ -16,6 +16,7 @@ import re
 import sys
 from base64 import b64decode, b64encode
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ def main() -> None:
     """Reads a question from stdin and writes the answer to stdout; all else that is printed goes to stderr."""
     answer_to = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    with suppress(ImportError):  # said when the question is answered
+        safe_loading.register()
     question = json.load(sys.stdin)
     with answer_to:
         json.dump(_answer(question), answer_to)

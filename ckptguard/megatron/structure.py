@@ -127,6 +127,7 @@ class RankStructure:
             ``model_optim_rng.pt`` is that of the i-th parameter, counted through all groups; ``fp32_from_fp16_params`` has a
             list per group, of its half precision parameters only. A group may be empty: all ranks have the same groups.
         expert_groups: The same of its expert parameters, which have an optimizer of their own.
+        extra: Of each model chunk, the ``_extra_state`` entries of its state_dict: (name, whether it is a tensor; else None).
     """
 
     rank: int
@@ -137,6 +138,7 @@ class RankStructure:
     expert: tuple[Buffer, ...]
     groups: tuple[tuple[LocalTensor, ...], ...] = ()
     expert_groups: tuple[tuple[LocalTensor, ...], ...] = ()
+    extra: tuple[tuple[tuple[str, bool], ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -272,6 +274,7 @@ def _rank(plain: Mapping[str, Any], groups: Sequence[list[Any]]) -> Callable[[in
     numbers = [{tensor["name"]: number for number, tensor in enumerate(chunk)} for chunk in plain["chunks"]]
     kinds = [[_buffer(buffer, numbers[buffer["chunk"]]) for buffer in kind] for kind in plain["buffers"]] or [[], []]
     objects = at_place(plain["objects"])
+    extra = tuple(tuple((name, is_tensor) for name, is_tensor in chunk) for chunk in plain["extra"])
     held = {repr(group[:2]): group[2] for group in plain["groups"]}
     members = [(group[0], [(c, numbers[c][name]) for c, name in held.get(repr(group), [])]) for group in groups]
 
@@ -283,7 +286,7 @@ def _rank(plain: Mapping[str, Any], groups: Sequence[list[Any]]) -> Callable[[in
         dense_groups, expert_groups = (
             tuple(g for is_expert, g in grouped if is_expert == kind) for kind in (False, True)
         )
-        return RankStructure(rank, at, made, saved, dense, expert, dense_groups, expert_groups)
+        return RankStructure(rank, at, made, saved, dense, expert, dense_groups, expert_groups, extra)
 
     return make
 

@@ -69,15 +69,17 @@ class _World:
         """The plain form of ``structure.RankStructure``, without its place."""
         tensors: list[Any] = []
         objects: list[Any] = []
+        extra: list[Any] = []
         with worlds.as_rank(self._args, rank), worlds.without_compiler():
             chunks = _build(self._config)
             for chunk in chunks:
                 sharded = sharded_state(chunk, self._content_metadata)
                 tensors.append(describe_sharded(chunk, sharded, rank))
+                extra.append(extra_states(chunk))
                 objects += [[item.unique_key, _is_main(item.replica_id)] for item in _objects(sharded)]
             buffers = worker_buckets.describe(self._args, chunks) if self._buckets else []
             groups = worker_groups.describe(self._args, chunks) if self._groups else []
-        return {"chunks": tensors, "objects": objects, "buffers": buffers, "groups": groups}
+        return {"chunks": tensors, "objects": objects, "extra": extra, "buffers": buffers, "groups": groups}
 
 
 def _model_config(args: Namespace) -> Any:
@@ -106,6 +108,12 @@ def _build(config: Any) -> list[Any]:
             stages, transformer, groups, wrap_with_ddp=False
         )
     return list(wrapped)
+
+
+def extra_states(chunk: Any) -> list[list[Any]]:
+    """(name in the rank's state_dict, whether it is a tensor) of the ``_extra_state`` entries of a model chunk."""
+    state = chunk.state_dict_for_save_checkpoint(keep_vars=True)
+    return [[name, isinstance(item, torch.Tensor)] for name, item in state.items() if name.endswith("_extra_state")]
 
 
 def describe_chunk(chunk: Any, content_metadata: Mapping[str, Any], rank: int) -> list[dict[str, Any]]:
