@@ -1,7 +1,7 @@
-"""One warm process that answers what the product asks Megatron about snapshots, for tests that ask often.
+"""One warm process that answers what the product asks Megatron, for tests that ask often.
 
-``ckptguard.megatron.ask`` starts a process for every question, and most of its seconds are imports. This one imports the
-same once, and a fork of it answers each question, so that no answer sees what another left behind.
+``ckptguard.megatron.ask`` and ``restate`` start a process for every question, and most of its seconds are imports. This one
+imports the same once, and a fork of it answers each question, so that no answer sees what another left behind.
 
     with Asking() as asking: monkeypatch.setattr(ask, "put", asking.put)
 """
@@ -19,16 +19,22 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from ckptguard.core.errors import EnvironmentFailedError, UnsupportedError
-from ckptguard.megatron import ask
+from ckptguard.megatron import ask, restate_worker, safe_loading
 
 
 class Asking:
     """The warm process; use it in a ``with`` statement. Thread-safe: one question at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str = "hf") -> None:
+        """Starts it.
+
+        Args:
+            kind: What it imports, as ``ask._IMPORTS`` has it: "hf" answers for models with Transformer Engine, "local" for
+                Megatron's own layers, and about common state.
+        """
         self._lock = threading.Lock()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "ckptguard.testing.asking"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            [sys.executable, "-m", "ckptguard.testing.asking", kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             stderr=subprocess.DEVNULL, env=ask._environment(), start_new_session=True,
         )  # fmt: skip
 
@@ -70,7 +76,9 @@ def main() -> None:
     """Answers questions about snapshots, one a line, until stdin ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    ask.import_for_snapshots()
+    ask._IMPORTS[sys.argv[1]]()
+    if sys.argv[1] == "local":
+        safe_loading.register()
     for line in sys.stdin:
         child = os.fork()
         if not child:
@@ -83,7 +91,8 @@ def main() -> None:
 def _answer(question: dict[str, Any], to: int) -> NoReturn:
     """In the fork: writes the answer without a line's end, and ends the fork."""
     try:
-        left = memoryview(json.dumps(ask._answer(question)).encode())
+        answer = restate_worker._answer(question) if question["kind"] == "restate" else ask._answer(question)
+        left = memoryview(json.dumps(answer).encode())
         while left:
             left = left[os.write(to, left) :]
     finally:

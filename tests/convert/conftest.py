@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from ckptguard.convert import importing
+from ckptguard.convert import importing, resharding
 from ckptguard.formats.registry import open_checkpoint
 from ckptguard.layout.layouts import Layout
-from ckptguard.megatron import ask
+from ckptguard.megatron import ask, restate
 from ckptguard.testing import families
 from ckptguard.testing.asking import Asking
 from ckptguard.testing.families import FAMILIES, make_snapshot
@@ -64,6 +64,23 @@ def quick(asking: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let everything in this process ask the warm process instead of starting one for each question."""
     monkeypatch.setattr(ask, "put", asking.put)
     monkeypatch.setattr(ask, "started_early", nullcontext)
+
+
+@pytest.fixture(scope="session")
+def asking_local() -> Iterator[Asking]:
+    """The warm process that answers about Megatron's own layers and about common state."""
+    with Asking("local") as warm:
+        yield warm
+
+
+@pytest.fixture
+def quick_local(asking_local: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``quick``, for checkpoints of models without Transformer Engine."""
+    monkeypatch.setattr(ask, "put", asking_local.put)
+    monkeypatch.setattr(
+        restate, "_answer", lambda question, _: asking_local.put({"kind": "restate", **question})
+    )  # fmt: skip
+    monkeypatch.setattr(resharding, "started_early", nullcontext)
 
 
 @pytest.fixture(scope="session")
