@@ -11,6 +11,7 @@ import click
 from ckptguard.cli import options
 from ckptguard.core.errors import UsageError
 from ckptguard.layout.layouts import Layout
+from ckptguard.layout.uneven import parse_parts, parse_replicas
 
 _STAGES = ("vpp", "first_pp_layers", "last_pp_layers", "pp_layout", "count_embedding", "count_loss")
 
@@ -68,6 +69,20 @@ def _axes[C: Callable[..., Any]](command: C) -> C:
 @options.step_option
 @_axes
 @click.option(
+    "--replica-tp",
+    multiple=True,
+    metavar="REPLICA=TP",
+    help="A data parallel replica that lost GPUs and goes on with a smaller TP, 1=6: its ranks' shards are written too, as a "
+    "checkpoint of their own in DST/replica_1. May be given several times.",
+)
+@click.option(
+    "--tp-for",
+    multiple=True,
+    metavar="PATTERN=TP",
+    help="A TP (of experts: ETP) of its own for a part of the model, 'decoder.layers.*.mlp.*=4', in these replicas or, without "
+    "--replica-tp, in all of DST. May be given several times; the last pattern that matches counts.",
+)
+@click.option(
     "--optimizer",
     type=click.Choice(["keep", "dp_reshardable", "fully_reshardable", "none"]),
     default="keep",
@@ -121,6 +136,8 @@ def reshard(
     source: str,
     target: str | None,
     step: str | None,
+    replica_tp: tuple[str, ...],
+    tp_for: tuple[str, ...],
     optimizer: str,
     to: str,
     files: int | None,
@@ -157,6 +174,7 @@ def reshard(
         chosen={
             "optimizer": optimizer, "old_readers": target_version == "any", "verify": not no_verify, "memory_bytes": memory,
             "threads": threads, "to": to, "files": files, "args": _args(args_file, single_args),
+            "replica_tp": parse_replicas(replica_tp), "tp_for": parse_parts(tp_for),
         },
     )  # fmt: skip
 
@@ -184,6 +202,7 @@ def _reshard(
     from ckptguard.report.conversions import result_dict
     from ckptguard.report.progress import progress_bar
     from ckptguard.report.reshards import reshard_plan_dict, reshard_plan_lines, reshard_result_lines
+    from ckptguard.report.uneven import uneven_dict, uneven_lines
 
     where = path_of(target)
     with (
@@ -203,9 +222,13 @@ def _reshard(
     if not peers.world.first:
         return
     if as_json:
-        options.print_json({"plan": reshard_plan_dict(prepared, wanted, needs), "result": result_dict(result)})
+        options.print_json(
+            {"plan": reshard_plan_dict(prepared, wanted, needs) | uneven_dict(prepared), "result": result_dict(result)}
+        )
         return
     click.echo("\n".join(reshard_plan_lines(prepared, wanted, needs, detailed=dry_run)))
+    for line in uneven_lines(prepared):
+        click.echo(line)
     if sp:
         click.echo("  note --sequence-parallel cuts no tensor: nothing in the checkpoint depends on it")
     if result is not None:

@@ -24,6 +24,15 @@ from ckptguard.convert.reshard_source import (
 )
 from ckptguard.convert.sources import split_state
 from ckptguard.convert.target import OptimizerForm, Target
+from ckptguard.convert.uneven_target import (
+    Uneven,
+    cutting_of,
+    refuse_uneven,
+    replica_args,
+    state_bytes_of,
+    uncut_args,
+    uneven,
+)
 from ckptguard.core.errors import UnsupportedError, UsageError
 from ckptguard.core.index import Index
 from ckptguard.core.plan import Made
@@ -31,6 +40,7 @@ from ckptguard.core.writing import Elements, TargetFile, WritePlan
 from ckptguard.engine.filling import Filler
 from ckptguard.engine.peers import Alone, Peers, barrier
 from ckptguard.engine.proving import Summing
+from ckptguard.engine.shared_staging import Gathered
 from ckptguard.engine.targets import open_target
 from ckptguard.engine.workers import SILENT, Progress
 from ckptguard.engine.write_digests import digest_of, manifest_of
@@ -61,6 +71,9 @@ class ReshardOptions:
         args: Training args that the checkpoint does not store, or stores otherwise; the target stores them.
         to: Form of the target.
         files: How many files the tensors of ``dcp`` and ``fsdp_dtensor`` are cut into; None is one per rank.
+        replica_tp: (data parallel replica, its TP) of those that lost ranks; each gets a checkpoint of its own.
+        tp_for: (pattern of global names, degree) of parts with a TP or ETP of their own, in these replicas or, without
+            any, in the whole target.
         old_readers: Also write common.pt, which readers before Megatron Core 0.19 need.
         verify: Prove the result before it appears.
         memory_bytes: Most bytes of buffers.
@@ -72,6 +85,8 @@ class ReshardOptions:
     args: Mapping[str, object] = field(default_factory=dict)
     to: TargetFormat = "torch_dist"
     files: int | None = None
+    replica_tp: tuple[tuple[int, int], ...] = ()
+    tp_for: tuple[tuple[str, int], ...] = ()
     old_readers: bool = False
     verify: bool = True
     memory_bytes: int = 2 << 30
@@ -92,6 +107,9 @@ class ReshardPrepared:
         root_files: Files of the root, by name.
         folder: Name of the iteration directory.
         notes: What changes beside the layout; sentences for the user.
+        uneven: How its ranks came about, if they are not cut evenly.
+        replicas: (data parallel replica, its checkpoint) of those whose TP is not the run's. Their files are in
+            ``write_plan`` too, with their elements behind those of this one.
     """
 
     source: ReshardSource
@@ -103,11 +121,19 @@ class ReshardPrepared:
     root_files: Mapping[str, bytes]
     folder: str
     notes: tuple[str, ...]
+    uneven: Uneven | None = None
+    replicas: tuple[tuple[int, ReshardPrepared], ...] = ()
+
+    @property
+    def checkpoints(self) -> tuple[ReshardPrepared, ...]:
+        """All that are written: this one, and those of replicas."""
+        return (self, *(one for _, one in self.replicas))
 
     @property
     def total_bytes(self) -> int:
         """Bytes of all files."""
-        small = sum(len(data) for data in {**self.output.small, **self.root_files}.values())
+        last = [{**one.output.small, **one.root_files} for one in self.checkpoints]
+        small = sum(len(data) for files in last for data in files.values())
         return sum(file.size_bytes for file in self.write_plan.files) + small
 
 
@@ -156,7 +182,10 @@ def _prepare(checkpoint: Checkpoint, options: ReshardOptions) -> ReshardPrepared
         {**facts.args, **switched}, options.layout, optimizer=form,
         vocabulary_rows=dcp_names.vocabulary_rows(checkpoint.index), keep_rng=True,
     )  # fmt: skip
-    own, structures = _ask(checkpoint.index, wanted.args, options.to)
+    refuse_uneven(wanted.args, options.replica_tp, options.tp_for, optimizer=form, to=options.to)
+    own, structures, uncut = _ask(
+        checkpoint.index, wanted.args, options.to, also_uncut=bool(options.replica_tp or options.tp_for)
+    )
     target = Target(structures, _grid(wanted.args), form, _instances(wanted.args))
     if form == "dp_reshardable" and structures.no_buckets:
         raise UnsupportedError(
@@ -167,12 +196,81 @@ def _prepare(checkpoint: Checkpoint, options: ReshardOptions) -> ReshardPrepared
         source = open_source(checkpoint, own, keeps_optimizer=form is not None)
         if form in _SHARDED:
             source = replace(source, state=plain_optimizer.with_masters(source.state))
+        cut = None
+        if uncut is not None and not options.replica_tp:
+            cutting = cutting_of(wanted.args, wanted.args, options.tp_for)
+            cut = uneven(uncut, structures, wanted.args, cutting, state_bytes_of(source.state))
+            target = replace(target, structures=cut.structures)
+    changes = {**options.args, **switched, **wanted.changes}
+    notes = (*dcp_names.switch_notes(facts.args, wanted.args), *wanted.notes)
+    prepared = _planned(source, target, wanted.args, changes, options, notes=notes, cut=cut)
+    if uncut is None or not options.replica_tp:
+        return prepared
+    return _with_replicas(prepared, uncut, structures, wanted.args, changes, options)
+
+
+def _with_replicas(
+    prepared: ReshardPrepared,
+    uncut: Structures,
+    full: Structures,
+    args: Mapping[str, object],
+    changes: Mapping[str, object],
+    options: ReshardOptions,
+) -> ReshardPrepared:
+    """The plan with the checkpoints of the replicas whose TP is not the run's, all of them in one plan of files."""
+    source, state_bytes = prepared.source, state_bytes_of(prepared.source.state)
+    made: list[tuple[int, ReshardPrepared]] = []
+    files, count = [*prepared.write_plan.files], len(prepared.output.chunks) + len(prepared.side_files)
+    for replica, tp in options.replica_tp:
+        own = replica_args(args, tp)
+        both = {**args, **own}
+        cut = uneven(uncut, full, both, cutting_of(args, both, options.tp_for), state_bytes)
+        target = Target(cut.structures, _grid(both), prepared.target.optimizer)
+        one = _planned(source, target, both, {**changes, **own}, options, cut=cut, below=f"replica_{replica}/")
+        files += [_renumbered(file, count) for file in one.write_plan.files]
+        count += len(one.output.chunks) + len(one.side_files)
+        made.append((replica, one))
+    identities = [prepared.write_plan.identity, *(one.write_plan.identity for _, one in made)]
+    plan = WritePlan(tuple(files), blake3("".join(identities).encode()).hexdigest())
+    return replace(prepared, write_plan=plan, replicas=tuple(made))
+
+
+def _renumbered(file: TargetFile, count: int) -> TargetFile:
+    """A file whose elements stand behind so many others."""
+    parts = [replace(part, key=part.key + count) if isinstance(part, Elements) else part for part in file.parts]
+    return TargetFile(file.path, tuple(parts))
+
+
+def _planned(
+    source: ReshardSource,
+    target: Target,
+    args: Mapping[str, object],
+    changes: Mapping[str, object],
+    options: ReshardOptions,
+    *,
+    notes: tuple[str, ...] = (),
+    cut: Uneven | None = None,
+    below: str = "",
+) -> ReshardPrepared:
+    """The plan of one checkpoint of the target.
+
+    Args:
+        source: The open source.
+        target: The checkpoint's ranks.
+        args: Of the target.
+        changes: Those that are not as the source stores them.
+        options: The user's choices.
+        notes: Sentences for the user.
+        cut: How the ranks came about, if they are not cut evenly.
+        below: Where in the target's root it stands, with a slash at the end.
+    """
+    with collector_paused():
         plan = plan_torch_dist(source.state, target) if options.to == "torch_dist" else None
-        if plan is not None and form == "plain":
+        if plan is not None and target.optimizer == "plain":
             plan = plain_optimizer.with_stored_names(plan)
-    layout = layout_of(wanted.args)
-    folder = "release" if source.iteration == "release" else f"iter_{source.iteration:07d}"
-    state = _restated(source, target, layout, {**options.args, **switched, **wanted.changes}, options)
+    layout = layout_of(args)
+    folder = below + ("release" if source.iteration == "release" else f"iter_{source.iteration:07d}")
+    state = _restated(source, target, layout, changes, options)
     if plan is not None:
         output = torch_dist_output(source, target, state, plan, folder)
     elif options.to == "dcp" or options.to == "fsdp_dtensor":
@@ -180,13 +278,14 @@ def _prepare(checkpoint: Checkpoint, options: ReshardOptions) -> ReshardPrepared
     else:
         output = legacy_output(source, target, state, folder)
     side = source.side_files()
-    files = [*output.files]
+    files = [file for file in output.files if file.parts]  # a rank may hold nothing
     for key, made in enumerate(side, len(output.chunks)):
         files.append(TargetFile(f"{folder}/{made.name}", (Elements(key, made.size_bytes),)))
-    identity = _identity(source, output.small, state.root_files, layout, options)
-    notes = (*dcp_names.switch_notes(facts.args, wanted.args), *wanted.notes, *state.notes, *output.notes)
+    root = {below + name: data for name, data in state.root_files.items()}
+    identity = _identity(source, output.small, root, layout, options)
+    notes = (*notes, *state.notes, *output.notes)
     return ReshardPrepared(
-        source, target, layout, output, side, WritePlan(tuple(files), identity), state.root_files, folder, notes
+        source, target, layout, output, side, WritePlan(tuple(files), identity), root, folder, notes, cut
     )
 
 
@@ -221,8 +320,10 @@ def _form(index: Index, choice: OptimizerChoice, to: TargetFormat) -> OptimizerF
     return choice
 
 
-def _ask(index: Index, args: Mapping[str, object], to: TargetFormat) -> tuple[Structures | None, Structures]:
-    """What Megatron says of the source's own layout, where that is needed, and of the target's."""
+def _ask(
+    index: Index, args: Mapping[str, object], to: TargetFormat, *, also_uncut: bool
+) -> tuple[Structures | None, Structures, Structures | None]:
+    """What Megatron says of the source's own layout and of the target's with TP 1, where needed, and of the target's."""
     content = index.facts.content_metadata
     if to == "fsdp_dtensor":
         rows = args.get("padded_vocab_size")
@@ -233,8 +334,11 @@ def _ask(index: Index, args: Mapping[str, object], to: TargetFormat) -> tuple[St
         if dcp_names.is_by_module(index):
             own = dcp_names.whole_model_args(own, dcp_names.vocabulary_rows(index))
         questions.insert(0, (own, content, None))
+    if also_uncut:
+        questions.append((uncut_args(args), content, None))
     answers = structures_for(questions)
-    return (answers[0] if len(answers) > 1 else None), answers[-1]
+    before = answers.pop(0) if asks_for_source(index) else None
+    return before, answers[0], answers[1] if also_uncut else None
 
 
 def _grid(args: Mapping[str, object]) -> Grid:
@@ -304,6 +408,7 @@ def _identity(
         "layout": layout.as_dict(),
         "optimizer": options.optimizer,
         "to": options.to,
+        "uneven": [options.replica_tp, options.tp_for],
         "cut_into": options.files,
         "args": {name: str(value) for name, value in sorted(options.args.items())},
         "verify": options.verify,
@@ -338,33 +443,47 @@ def run_reshard(
         DamagedError: The source is not what its index says, or the target is not what the source holds; it does not appear.
         EnvironmentFailedError: No room, or an error of the file system, or of another process.
     """
-    source, folder, peers = prepared.source, prepared.folder, peers or Alone()
-    filler = Filler((*prepared.output.chunks, *prepared.side_files), source.state.sources, source.checkpoint)
+    source, peers, every = prepared.source, peers or Alone(), prepared.checkpoints
+    chunks = [made for one in every for made in (*one.output.chunks, *one.side_files)]
+    filler = Filler(chunks, source.state.sources, source.checkpoint)
     with open_target(dst, prepared.write_plan, what=what, peers=peers) as shared:
-        summing = Summing(filler) if options.verify and peers.world.size == 1 else None
+        # It adds up by name, and replicas have the same names.
+        summing = Summing(filler) if options.verify and peers.world.size == 1 and len(every) == 1 else None
         shared.write(
             summing or filler, memory_bytes=options.memory_bytes, threads=options.threads, progress=progress
         )  # fmt: skip
-        proof = Proof({}, {})
+        proofs = [Proof({}, {}) for _ in every]
         if options.verify:
             barrier(peers, "written")
-            with directory(shared.path / folder) as files, peers.moving(progress) as moving:
-                proof = prove(
-                    prepared.source, prepared.output, files, keeps_optimizer=prepared.target.optimizer is not None,
-                    summing=summing, world=peers.world, threads=peers.world.threads(options.threads), progress=moving,
-                )  # fmt: skip
-        gathered = shared.gather(proof.to_bytes())
+            for number, one in enumerate(every):
+                with directory(shared.path / one.folder) as files, peers.moving(progress) as moving:
+                    proofs[number] = prove(
+                        source, one.output, files, keeps_optimizer=one.target.optimizer is not None, summing=summing,
+                        world=peers.world, threads=peers.world.threads(options.threads), progress=moving,
+                    )  # fmt: skip
+        gathered = shared.gather(json.dumps([proof.to_bytes().decode() for proof in proofs]).encode())
         done = None
         if gathered is not None:
-            whole = merged([Proof.from_bytes(result) for result in gathered.results])
-            digests = {f"{folder}/{name}": digest_of(data) for name, data in prepared.output.small.items()}
-            digests = {**gathered.digests, **digests}
-            manifest = manifest_of(digests, whole.stored, below=folder)
-            shared.commit(_last(prepared, manifest.to_bytes()))
-            written = sum(digest.size_bytes for digest in digests.values())
-            done = Resharded(dst, manifest.seal, len(whole.equal) if options.verify else None, written)
+            done, last = _sealed(prepared, gathered, dst, verified=options.verify)
+            shared.commit(last)
         shared.done()
     return done
+
+
+def _sealed(
+    prepared: ReshardPrepared, gathered: Gathered, dst: Path, *, verified: bool
+) -> tuple[Resharded, dict[str, bytes]]:
+    """What was done, and the last files of all checkpoints, with a manifest each; this one's come last."""
+    results = [[Proof.from_bytes(text.encode()) for text in json.loads(result)] for result in gathered.results]
+    last: dict[str, bytes] = {}
+    digests = dict(gathered.digests)
+    for number, one in reversed(list(enumerate(prepared.checkpoints))):
+        digests |= {f"{one.folder}/{name}": digest_of(data) for name, data in one.output.small.items()}
+        proof = merged([proofs[number] for proofs in results])
+        manifest = manifest_of(digests, proof.stored, below=one.folder)
+        last |= _last(one, manifest.to_bytes())
+    written = sum(digest.size_bytes for digest in digests.values())
+    return Resharded(dst, manifest.seal, len(proof.equal) if verified else None, written), last
 
 
 def _last(prepared: ReshardPrepared, manifest: bytes) -> dict[str, bytes]:

@@ -142,7 +142,7 @@ def refuse_uneven(
         to: Form of the target.
 
     Raises:
-        UsageError: There is no such replica, or it has lost no rank; legacy files.
+        UsageError: There is no such replica, or it has lost no rank; a form of target that has no other cuts.
         UnsupportedError: Optimizer state in ``dp_reshardable`` form.
     """
     if not replica_tp and not tp_for:
