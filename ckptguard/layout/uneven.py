@@ -60,11 +60,6 @@ class Cutting:
     expert: Axis
     parts: tuple[tuple[str, int], ...] = ()
 
-    @property
-    def is_even(self) -> bool:
-        """Whether it is the cut of a replica that lost no rank, in all parts."""
-        return not self.parts and self.dense.size == self.dense.full and self.expert.size == self.expert.full
-
     def part_of(self, name: str) -> int | None:
         """The number of the part that a tensor belongs to; None for the rest of the model."""
         found = [number for number, (pattern, _) in enumerate(self.parts) if fnmatchcase(name, pattern)]
