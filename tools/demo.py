@@ -13,6 +13,8 @@ ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / ".demo"
 SNAPSHOT = WORK / "smollm2"
 MEGATRON = WORK / "megatron"
+RESHARDED = WORK / "megatron-tp1-pp4"
+BACK = WORK / "megatron-back"
 EXPORTED = WORK / "smollm2-exported"
 DAMAGED = WORK / "smollm2-damaged"
 PROMPT = "The capital of France is"
@@ -72,7 +74,21 @@ def main() -> None:
     ckptguard("import", SNAPSHOT, MEGATRON, "--tp", "3", "--pp", "2")
     ckptguard("verify", MEGATRON)
 
-    step("And back: nothing differs")
+    step("Another layout, TP 1, PP 4, and back: equal roots")
+    for folder in (RESHARDED, BACK):
+        shutil.rmtree(folder, ignore_errors=True)
+    ckptguard(
+        "reshard", MEGATRON, RESHARDED, "--tp", "1", "--pp", "4", "--first-pp-layers", "7", "--last-pp-layers", "7"
+    )
+    ckptguard("reshard", RESHARDED, BACK, "--tp", "3", "--pp", "2", quiet=True)
+    roots = [json.loads(ckptguard("fingerprint", root, "--json", quiet=True))["roots"] for root in (MEGATRON, BACK)]
+    print(f"  roots {roots[0]['whole'][:16]}... and {roots[1]['whole'][:16]}...")
+    if roots[0] != roots[1]:
+        sys.exit("the roots differ")
+    shutil.rmtree(RESHARDED)
+    shutil.rmtree(BACK)
+
+    step("And back to the hub's form: nothing differs")
     ckptguard("export", MEGATRON, EXPORTED)
     ckptguard("diff", SNAPSHOT, EXPORTED)
 

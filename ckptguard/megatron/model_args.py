@@ -41,6 +41,11 @@ NEUTRAL: dict[str, Any] = {
 _ENUM = re.compile(r"(\w+)\((\d+)\)")
 
 
+# Flags that ``validate_args`` turns from these words into dtypes (megatron/training/arguments.py, 0.19.2).
+_DTYPE_FLAGS = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+_FLAG_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
+
+
 def to_namespace(args: Mapping[str, Any], transformer_impl: str | None = None) -> Namespace:
     """Training arguments for Megatron's config builders.
 
@@ -64,6 +69,7 @@ def to_namespace(args: Mapping[str, Any], transformer_impl: str | None = None) -
     out: dict[str, Any] = vars(parser.parse_args([])) | given
     out |= NEUTRAL
     out.setdefault("virtual_pipeline_model_parallel_size", None)  # no flag has this name: it is computed from others
+    out |= {name: _FLAG_DTYPES[out[name]] for name in _DTYPE_FLAGS if isinstance(out.get(name), str)}
     out["attention_backend"] = _no_kernels(out)
     out["mamba_training_ssm_states_dtype"] = None
     out["expert_tensor_parallel_size"] = out.get("expert_tensor_parallel_size") or out["tensor_model_parallel_size"]

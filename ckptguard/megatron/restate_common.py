@@ -173,7 +173,8 @@ def _common(
         optimizers = _optimizers(loaded, states, asked, notes)
     else:
         out = {name: value for name, value in out.items() if name not in _SCHEDULERS}
-        notes.append(_NO_OPTIMIZER)
+        if asked.iteration != "release":  # of a release Megatron loads the weights alone
+            notes.append(_NO_OPTIMIZER)
     keep_rerun = ckpt_format == "torch_dist" and _keep_rerun(loaded, asked, notes)
     return Made(out, optimizers, keep_rng, keep_rerun)
 
@@ -195,7 +196,7 @@ def _args(args: Any, asked: Asked, ckpt_format: str, *, keep_rng: bool) -> Names
 
 def _keep_rng(loaded: Mapping[str, Any], asked: Asked, notes: list[str]) -> bool:
     why_not = next(_against_rng(loaded, asked), None)
-    if why_not is not None:
+    if why_not is not None and asked.iteration != "release":
         notes.append(f"RNG states are left out: {why_not}. Megatron seeds again from --seed.")
     return why_not is None
 

@@ -25,6 +25,8 @@ _REFUSED = {
 
 def refusal(args: Namespace, stored: Mapping[str, Any]) -> str | None:
     """Why the groups are not described, or None. ``stored`` are the args before anything was neutralised."""
+    if stored.get("no_save_optim") or "lr" not in stored:
+        return "the stored args are of no run that has an optimizer"
     if args.optimizer not in ("adam", "sgd"):
         return f"optimizer {args.optimizer!r} is not adam or sgd"
     named = (f"the stored args have {name}: {reason}" for name, reason in _REFUSED.items() if stored.get(name))
