@@ -65,7 +65,7 @@ def whole_model_args(args: Mapping[str, object], rows: int | None) -> dict[str, 
         args: Of the run.
         rows: Of its word embedding, padding included.
     """
-    whole = dict(target_args(args, Layout(), optimizer=None, vocabulary_rows=rows).args)
+    whole = dict(target_args(args, Layout(), optimizer="plain", vocabulary_rows=rows).args)
     if rows is not None:
         whole["padded_vocab_size"] = rows  # one rank alone would pad it less
     return whole | {name: False for name in ("use_distributed_optimizer", *_FSDP) if name in whole}
