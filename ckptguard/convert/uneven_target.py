@@ -150,7 +150,7 @@ def refuse_uneven(
     option = "--replica-tp" if replica_tp else "--tp-for"
     if to != "torch_dist":
         raise UsageError(
-            f"{option}: legacy files hold the ranks of even cuts only",
+            f"{option} with --to {to}: that form holds the ranks of even cuts only",
             next_step="Leave it out, or choose --to torch_dist.",
         )
     tp, dp = number(args, "tensor_model_parallel_size", 1), number(args, "data_parallel_size", 1)

@@ -60,14 +60,12 @@ def _by_rank(uneven: Uneven, counts: Sequence[int]) -> dict[str, int]:
 
 def _held(uneven: Uneven) -> Iterator[str]:
     for held in uneven.held:
-        yield (
-            f"    {held.part}: degree {held.degree}; {units.size(sum(held.crossing_bytes))} of weights are held at other places"
-            " by a full replica"
-        )
+        crossing = units.size(sum(held.crossing_bytes))
+        yield f"    {held.part}, degree {held.degree}: {crossing} of weights cross: a full replica has them at other places"
         for ranks, index in _alike(uneven.ranks, held):
             state = f" and {units.size(held.state_bytes[index])} of optimizer state" if held.state_bytes[index] else ""
             weights, crossing = units.size(held.weight_bytes[index]), units.size(held.crossing_bytes[index])
-            yield f"      {ranks}: {weights} of weights{state}; {crossing} of these at other places"
+            yield f"      {ranks}: {weights} of weights{state}; {crossing} of the weights cross"
 
 
 def _alike(ranks: Sequence[int], held: Held) -> Iterator[tuple[str, int]]:
