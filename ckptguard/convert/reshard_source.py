@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from ckptguard.convert import dcp_names, plain_optimizer
+from ckptguard.convert import dcp_names, gathered_state, plain_optimizer
 from ckptguard.convert.canonical import State
 from ckptguard.convert.sources import needs_structures, state_of
 from ckptguard.core.boxes import Box, whole
@@ -22,7 +22,6 @@ from ckptguard.fingerprint.manifest import FILE_NAME
 from ckptguard.formats.base import Checkpoint
 from ckptguard.formats.facts import kind_of_name
 from ckptguard.layout.layouts import Layout
-from ckptguard.megatron import gathered_state
 from ckptguard.megatron.legacy_names import to_global_view
 from ckptguard.megatron.structure import Structures
 

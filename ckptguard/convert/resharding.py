@@ -12,6 +12,7 @@ from blake3 import blake3
 
 from ckptguard.convert import dcp_names, plain_optimizer
 from ckptguard.convert.dcp_target import dcp_output, parameters
+from ckptguard.convert.gathered_state import is_gathered
 from ckptguard.convert.output import Output, legacy_output, torch_dist_output
 from ckptguard.convert.reshard_plan import plan_torch_dist
 from ckptguard.convert.reshard_proof import Proof, merged, prove
@@ -50,7 +51,6 @@ from ckptguard.formats.dcp import collector_paused
 from ckptguard.formats.remote import directory
 from ckptguard.layout.layouts import Layout
 from ckptguard.layout.ranks import Grid
-from ckptguard.megatron.gathered_state import is_gathered
 from ckptguard.megatron.reshard_args import target_args
 from ckptguard.megatron.restate import Restate, Restated, restate, started_early
 from ckptguard.megatron.structure import Structures, structures_for
