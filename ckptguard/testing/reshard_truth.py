@@ -47,6 +47,10 @@ def _pair(name: str, before: Recipe, **after: object) -> Pair:
 _DENSE = Recipe(name="")
 _MOE = Recipe(name="", model="moe")
 _BIASES = ("--normalization", "LayerNorm", "--add-qkv-bias", "--position-embedding-type", "learned_absolute")
+_GATHERED = (
+    "--moe-token-dispatcher-type",
+    "allgather",
+)  # with the other one experts' TP gathers unequal parts: gloo does not
 
 PAIRS: dict[str, Pair] = {
     pair.name: pair
@@ -62,7 +66,7 @@ PAIRS: dict[str, Pair] = {
         _pair("dense_dp1_to_dp2", _DENSE, dp=2),
         _pair("moe_ep2pp2_to_tp2ep2", replace(_MOE, pp=2, dp=2, ep=2), tp=2, ep=2, etp=1),
         _pair("moe_ep1_to_ep4", _MOE, dp=4, ep=4),
-        _pair("moe_etp2_to_etp1", replace(_MOE, tp=2, dp=2, ep=2), tp=2, dp=2, ep=2, etp=1),
+        _pair("moe_etp2_to_etp1", replace(_MOE, tp=2, dp=2, ep=2, extra_flags=_GATHERED), tp=2, dp=2, ep=2, etp=1),
         _pair("tied_tp2pp2_to_pp2", replace(_DENSE, tp=2, pp=2, without_flags=(_LEFT_OUT,)), pp=2),
         _pair("hybrid_tp2_to_tp1", Recipe(name="", model="hybrid", tp=2)),
         _pair(
