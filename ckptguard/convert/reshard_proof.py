@@ -10,12 +10,16 @@ from ckptguard.convert.canonical import State
 from ckptguard.convert.output import Output
 from ckptguard.convert.reshard_source import ReshardSource
 from ckptguard.convert.sources import split_state
+from ckptguard.core.boxes import Box
 from ckptguard.core.errors import DamagedError
+from ckptguard.core.plan import Stored
 from ckptguard.core.problems import Problem
+from ckptguard.engine.contents import Place, check_crcs
 from ckptguard.engine.filling import Filler
 from ckptguard.engine.fingerprints import fingerprint_checkpoint
 from ckptguard.engine.proving import Summing, different, fingerprints_of
 from ckptguard.engine.ranks import World, dealt_out
+from ckptguard.engine.structure import said
 from ckptguard.engine.workers import Following, Progress
 from ckptguard.fingerprint.manifest import FILE_NAME, parse
 from ckptguard.fingerprint.values import Fingerprint
@@ -85,7 +89,7 @@ def prove(
         progress: Hears of the bytes read.
 
     Raises:
-        DamagedError: A tensor is not what the source holds; names all.
+        DamagedError: A tensor is not what the source holds, or the source is not what it was when it was saved; names all.
     """
     state, written = output.read_back(files)
     shapes = _shapes(source.state, state, keeps_optimizer=keeps_optimizer)
@@ -93,6 +97,8 @@ def prove(
     own = {name: shapes[name] for name in dealt_out(sizes, world.size)[world.rank]}
     known = sealed_prints(source.checkpoint)
     total_bytes = sum(chunk.size_bytes for chunk in output.chunks) // world.size
+    unsealed = {name: shape for name, shape in own.items() if not _is_known(source.state, name, shape, known)}
+    _refuse_damaged(source, unsealed, threads, progress)
     progress.start("proving", total_bytes if known else 2 * total_bytes)
     found = prints_of(state, written, own, threads=threads, progress=progress)
     expected = prints_of(source.state, source.checkpoint, own, known=known, threads=threads, progress=progress)
@@ -108,6 +114,35 @@ def prove(
     others = {n: entry.numel for n, entry in written.index.tensors.items() if not _is_straight(state, shapes, n)}
     rest = set(dealt_out(others, world.size)[world.rank])
     return Proof(found, {**stored, **_added_up(rest, summing, written, threads, progress)})
+
+
+def _is_known(state: State, name: str, shape: tuple[int, ...], known: Prints | None) -> bool:
+    """Whether a tensor's fingerprint is one that the checkpoint was sealed with."""
+    entry = state.tensors[name].entry
+    return known is not None and entry is not None and entry.shape == shape and entry.name in known
+
+
+def _refuse_damaged(source: ReshardSource, shapes: Shapes, threads: int | None, progress: Progress) -> None:
+    """Raises DamagedError if the source's own CRC-32 say that its bytes changed: nobody else knows what they were."""
+    checkpoint = source.checkpoint
+    cells = (cell for name in shapes for cell in source.state.tensors[name].cells)
+    used: dict[tuple[str, Box], Place] = {}
+    for cell in cells:
+        if isinstance(cell.of, Stored):
+            used[cell.of.entry.name, cell.of.chunk.box] = (cell.of.entry, cell.of.chunk)
+        else:
+            for name in cell.of.sources:
+                stored = source.state.sources[name]
+                assert isinstance(stored, Stored)
+                used[stored.entry.name, stored.chunk.box] = (stored.entry, stored.chunk)
+    found = [(place, checkpoint.reader.locate(*place)) for place in used.values()]
+    problems, _ = check_crcs(checkpoint, found, progress, threads=threads)
+    if problems:
+        raise DamagedError(
+            f"{source.index.location}: damaged: {said(problems)}",
+            problems=problems,
+            next_step="The target was not given its name. Get again what is named, or go back to an older step.",
+        )
 
 
 def _is_straight(state: State, shapes: Shapes, name: str) -> bool:
@@ -168,7 +203,7 @@ def prints_of(
         entry = state.tensors[name].entry
         if entry is None or entry.shape != shape:
             rest.append(name)
-        elif known is not None and entry.name in known:
+        elif known is not None and _is_known(state, name, shape, known):
             out[name] = known[entry.name]
         else:
             straight[entry.name] = name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -15,6 +14,11 @@ from ckptguard.engine.workers import SILENT, Buffers, Progress, run
 from ckptguard.formats.base import Checkpoint
 from ckptguard.formats.chunks import Located, Reader
 from ckptguard.formats.pickles import FENCE
+
+try:  # the same sums at 15 times the speed, where it is installed
+    from isal.isal_zlib import crc32
+except ImportError:
+    from zlib import crc32
 
 Place = tuple[TensorEntry, Chunk]
 Found = list[tuple[Place, Located]]
@@ -97,7 +101,9 @@ def placed(
     ]
 
 
-def check_crcs(checkpoint: Checkpoint, found: Found, progress: Progress = SILENT) -> tuple[list[Problem], int]:
+def check_crcs(
+    checkpoint: Checkpoint, found: Found, progress: Progress = SILENT, *, threads: int | None = None
+) -> tuple[list[Problem], int]:
     """Checks every stored CRC-32. Detects any damage to a tensor's or object's bytes, and needs no manifest.
 
     Returns:
@@ -110,7 +116,7 @@ def check_crcs(checkpoint: Checkpoint, found: Found, progress: Progress = SILENT
     for blob in checkpoint.index.objects.values():
         if _in_file(checkpoint.index, blob.span):
             items += [(record, (blob.name, None)) for record in object_records(reader, blob)]
-    items = [item for item in items if item[0].crc32 is not None]
+    items = list(dict(item for item in items if item[0].crc32 is not None).items())  # a storage is read once
     total = sum(record.span.length_bytes for record, _ in items)
     progress.start("checking CRCs", total)
 
@@ -124,7 +130,7 @@ def check_crcs(checkpoint: Checkpoint, found: Found, progress: Progress = SILENT
         message = f"{file}: {where}: its bytes do not match the CRC-32 stored beside them"
         return Problem("crc", message, file=file, tensor=name, box=box, rank=rank_of(file))
 
-    return [p for p in run(items, work) if p is not None], total
+    return [p for p in run(items, work, threads=threads) if p is not None], total
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,11 +160,11 @@ def crc_matches(reader: Reader, record: Record, buffer: memoryview) -> bool:
     if record.crc32 is None:
         return True
     if record.memory is not None:
-        return zlib.crc32(record.memory[span.offset_bytes : span.end_bytes]) == record.crc32
+        return crc32(record.memory[span.offset_bytes : span.end_bytes]) == record.crc32
     crc, done = 0, 0
     while done < span.length_bytes:
         part = buffer[: min(len(buffer), span.length_bytes - done)]
         reader.files.read_into(span.file, span.offset_bytes + done, part)
-        crc = zlib.crc32(part, crc)
+        crc = crc32(part, crc)
         done += len(part)
     return crc == record.crc32

@@ -43,6 +43,7 @@ from reshard_kills import ReshardCase
 
 from ckptguard.core.errors import ExitCode
 from ckptguard.core.index import Chunk
+from ckptguard.engine import filling
 
 KINDS = ("full", "cut", "flip", "sealed flip", "rank", "torchrun")
 _LATEST_SECONDS = 60.0
@@ -51,35 +52,41 @@ _TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--n
 Found = tuple[str, list[str]]
 
 
+def on_reads(act: Callable[[], None]) -> None:
+    """Has something done before every read of the process, be it into a buffer or by mapping the file. For a child."""
+    read, mapped = os.preadv, filling._mapped
+
+    def before_read(*args: Any) -> int:
+        act()
+        return read(*args)
+
+    def before_mapping(*args: Any) -> filling._mapped:
+        act()
+        return mapped(*args)
+
+    os.preadv, filling._mapped = before_read, before_mapping
+
+
 def before_read(number: int, act: Callable[[], None]) -> None:
     """Has something done before the ``number``-th read of the process, counted from 0. For a child."""
-    lock, count, real = threading.Lock(), 0, os.preadv
+    lock, count = threading.Lock(), 0
 
-    def read(*args: Any) -> int:
+    def counted() -> None:
         nonlocal count
         with lock:
             if count == number:
                 act()
             count += 1
-        return real(*args)
 
-    os.preadv = read
+    on_reads(counted)
 
 
 def reads_of(case: ReshardCase, folder: Path) -> int:
     """How many reads an undisturbed run makes."""
     log = folder / "reads"
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
-    real = os.preadv
-
-    def counted() -> None:
-        def read(*args: Any) -> int:
-            os.write(handle, b".")
-            return real(*args)
-
-        os.preadv = read
-
-    code = case.run(counted)
+    write = os.write
+    code = case.run(lambda: on_reads(lambda: write(handle, b".") and None))
     os.close(handle)
     if code:
         sys.exit(f"the undisturbed resharding failed: {case.message.read_text()}")
