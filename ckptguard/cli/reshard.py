@@ -192,8 +192,9 @@ def _reshard(
     chosen: Mapping[str, Any],
 ) -> None:
     from ckptguard.convert.estimates import estimate
+    from ckptguard.convert.reshard_prepare import prepare_reshard
     from ckptguard.convert.reshard_source import layout_of
-    from ckptguard.convert.resharding import ReshardOptions, prepare_reshard, run_reshard
+    from ckptguard.convert.resharding import ReshardOptions, run_reshard
     from ckptguard.engine.peers import joined
     from ckptguard.engine.ranks import world
     from ckptguard.engine.staging import refuse_present

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ckptguard.convert import importing, resharding
+from ckptguard.convert import importing, reshard_prepare
 from ckptguard.formats.registry import open_checkpoint
 from ckptguard.layout.layouts import Layout
 from ckptguard.megatron import ask, restate
@@ -80,7 +80,7 @@ def quick_local(asking_local: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         restate, "_answer", lambda question, _: asking_local.put({"kind": "restate", **question})
     )  # fmt: skip
-    monkeypatch.setattr(resharding, "started_early", nullcontext)
+    monkeypatch.setattr(reshard_prepare, "started_early", nullcontext)
 
 
 @pytest.fixture(scope="session")

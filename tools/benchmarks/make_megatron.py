@@ -19,7 +19,8 @@ from pathlib import Path
 import numpy as np
 from make_snapshots import Shape, shape_of, size_in_bytes
 
-from ckptguard.convert.resharding import OptimizerChoice, ReshardOptions, prepare_reshard, run_reshard
+from ckptguard.convert.reshard_prepare import prepare_reshard
+from ckptguard.convert.resharding import OptimizerChoice, ReshardOptions, run_reshard
 from ckptguard.core.boxes import Box
 from ckptguard.core.dtypes import BY_NAME, DType
 from ckptguard.core.index import Chunk, Span, TensorEntry

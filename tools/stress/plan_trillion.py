@@ -20,7 +20,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ckptguard.convert.resharding import ReshardOptions, ReshardPrepared, prepare_reshard
+from ckptguard.convert.reshard_prepare import prepare_reshard
+from ckptguard.convert.resharding import ReshardOptions, ReshardPrepared
 from ckptguard.core.boxes import whole
 from ckptguard.core.dtypes import BY_NAME
 from ckptguard.core.index import Chunk, FileEntry, Span, TensorEntry

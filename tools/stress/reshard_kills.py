@@ -30,7 +30,8 @@ import make_megatron
 from import_kills import TOOL, Case, Megatron, after_rerun, digests, false_claims, record
 from make_snapshots import size_in_bytes
 
-from ckptguard.convert.resharding import ReshardOptions, prepare_reshard, run_reshard
+from ckptguard.convert.reshard_prepare import prepare_reshard
+from ckptguard.convert.resharding import ReshardOptions, run_reshard
 from ckptguard.engine.write_journal import NAME, entries, finished
 from ckptguard.formats.registry import open_checkpoint
 from ckptguard.layout.layouts import Layout
