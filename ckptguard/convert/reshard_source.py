@@ -199,6 +199,7 @@ def open_source(
         UnsupportedError: A form of state that cannot be taken apart, or Megatron's model is another one.
     """
     index = checkpoint.index
+    _refuse_fp8_state(index)
     if not keeps_optimizer:
         weights = {name: entry for name, entry in index.tensors.items() if kind_of_name(name) == "weights"}
         index = replace(index, tensors=weights)
@@ -216,6 +217,18 @@ def open_source(
     else:
         state = state_of(index, structures)
     return ReshardSource(opened, state, layout_of(index.facts.args), iteration)
+
+
+def _refuse_fp8_state(index: Index) -> None:
+    """Raises if legacy files hold Transformer Engine's fp8 state: there a rank has it merged over its experts."""
+    if index.format != "torch":
+        return
+    full = [name for name, entry in index.tensors.items() if name.endswith("._extra_state") and entry.numel]
+    if full:
+        raise UnsupportedError(
+            f"{index.location}: {len(full)} modules have fp8 state, such as {full[0]}; from legacy files it cannot be carried",
+            next_step="Save it once as torch_dist with Megatron (--ckpt-convert-format torch_dist), in the layout that it has.",
+        )
 
 
 def asks_for_source(index: Index) -> bool:

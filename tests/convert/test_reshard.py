@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Sequence
@@ -9,10 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import s3_store
 from frozen import unpacked
 
 from ckptguard.cli.main import run
+from ckptguard.convert.reshard_source import open_source
 from ckptguard.core.boxes import whole
+from ckptguard.core.dtypes import BY_NAME
+from ckptguard.core.errors import UnsupportedError
 from ckptguard.core.index import TensorEntry
 from ckptguard.engine.fingerprints import fingerprint_checkpoint
 from ckptguard.engine.masters import check_masters
@@ -189,3 +194,34 @@ def test_layouts_are_listed_with_bytes_per_rank(
     found = json.loads(capsys.readouterr().out)["layouts"]
     assert {"tp", "pp", "ep", "etp", "dp"} <= found[0]["layout"].keys()
     assert run(["reshard", str(source), "--list-layouts"]) == 2
+
+
+def test_from_s3_to_s3_and_to_memory(
+    real_checkpoint: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is proved at a URL is what is there: read again from the store, by another command."""
+    source = real_checkpoint("dense_tp2_pp2").parent
+    with s3_store.serving() as (_, files):
+        files.put(str(source), f"{s3_store.BUCKET}/reshard/source", recursive=True)
+        at = f"s3://{s3_store.BUCKET}/reshard"
+        assert run(["reshard", f"{at}/source", f"{at}/new", "--tp", "1", "--pp", "4"]) == 0
+        assert (
+            run(["reshard", f"{at}/new", "memory://reshard/new", "--pp", "1", "--optimizer", "fully_reshardable"]) == 0
+        )
+        capsys.readouterr()
+        assert run(["fingerprint", f"{at}/source", "--json"]) == 0
+        before = json.loads(capsys.readouterr().out)
+        assert run(["fingerprint", "memory://reshard/new", "--json"]) == 0
+        after = json.loads(capsys.readouterr().out)
+        assert before["roots"]["weights"] == after["roots"]["weights"]
+        assert run(["reshard", f"{at}/source", f"{at}/new", "--tp", "1"]) == 2, "something is there already"
+
+
+def test_fp8_state_in_legacy_files_is_not_dropped(real_checkpoint: Callable[[str], Path]) -> None:
+    """No GPU is here to make such state: its tensor is put into the index of real files that have none."""
+    name = "mp_rank_00_000/model_optim_rng.pt:model.decoder.layers.0.self_attention.linear_qkv._extra_state"
+    with open_checkpoint(real_checkpoint("legacy_tp2_pp2")) as checkpoint:
+        state = TensorEntry(name, BY_NAME["uint8"], (64,), ())
+        index = dataclasses.replace(checkpoint.index, tensors={**checkpoint.index.tensors, name: state})
+        with pytest.raises(UnsupportedError, match="linear_qkv._extra_state"):
+            open_source(dataclasses.replace(checkpoint, index=index), None)
