@@ -181,5 +181,5 @@ def _not_equal(folder: Path, wrong: list[str]) -> DamagedError:
     return DamagedError(
         f"{folder}: {len(wrong)} stored chunks are not given back by what was written",
         problems=[Problem("changed", f"{name}: not given back by what was written", tensor=name) for name in wrong],
-        next_step="The target was not given its name. Check memory and disk, then run the command again.",
+        next_step="What was written was removed. Check memory and disk, then run the command again.",
     )

@@ -22,7 +22,7 @@ from ckptguard.core.writing import WritePlan
 from ckptguard.engine import structure as checks
 from ckptguard.engine.filling import Filler
 from ckptguard.engine.padding import is_vocab
-from ckptguard.engine.staging import Staging
+from ckptguard.engine.staging import Staging, distrusted_if_damaged
 from ckptguard.engine.workers import SILENT, Progress
 from ckptguard.engine.write_digests import digest_of, manifest_of
 from ckptguard.engine.writing import write
@@ -184,7 +184,8 @@ def run_export(
         proved = None
         prints: Mapping[str, Fingerprint] = {}
         if options.verify:
-            proof = prove(checkpoint, plan, staging.path, options.threads, progress)
+            with distrusted_if_damaged(staging):
+                proof = prove(checkpoint, plan, staging.path, options.threads, progress)
             proved, prints = proof.tensors, proof.written
         digests |= {name: digest_of(data) for name, data in prepared.small.items()}
         manifest = manifest_of(digests, prints, below="")

@@ -25,7 +25,7 @@ from ckptguard.engine import structure as checks
 from ckptguard.engine.filling import Filler
 from ckptguard.engine.fingerprints import fingerprint_checkpoint
 from ckptguard.engine.proving import Summing
-from ckptguard.engine.staging import Staging
+from ckptguard.engine.staging import Staging, distrusted_if_damaged
 from ckptguard.engine.workers import SILENT, Progress
 from ckptguard.engine.write_digests import digest_of, manifest_of
 from ckptguard.engine.writing import write
@@ -200,7 +200,8 @@ def run_import(
         if summing is not None:
             table = parse_table(prepared.small[".metadata"], str(dst / folder / ".metadata"))
             known = summing.fingerprints() if summing.complete else None
-            proof = prove(checkpoint, plan, staging.path / folder, table.tensors, known, options.threads, progress)
+            with distrusted_if_damaged(staging):
+                proof = prove(checkpoint, plan, staging.path / folder, table.tensors, known, options.threads, progress)
             proved, prints = proof.tensors, proof.written
         digests |= {f"{folder}/{name}": digest_of(data) for name, data in prepared.small.items()}
         manifest = manifest_of(digests, prints, below=folder)

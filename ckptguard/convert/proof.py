@@ -75,7 +75,7 @@ def prove(
         raise DamagedError(
             f"{folder}: {len(wrong)} of {len(expected)} tensors of the snapshot are not what was written",
             problems=problems,
-            next_step="The target was not given its name. Check memory and disk, then run the command again.",
+            next_step="What was written was removed. Check memory and disk, then run the command again.",
         )
     return Proof(len(expected), prints)
 

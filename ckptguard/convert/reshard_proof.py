@@ -107,8 +107,8 @@ def prove(
         raise DamagedError(
             f"{files.root}: {len(wrong)} tensors are not what {source.index.location} holds: {'; '.join(wrong[:3])}",
             problems=[Problem("changed", f"{name}: not what the source holds", tensor=name) for name in wrong],
-            next_step="The target was not given its name. Run `ckptguard verify` on the source, check memory and disk, then"
-            " run the command again.",
+            next_step="What was written was removed. Run `ckptguard verify` on the source, check memory and disk, then run"
+            " the command again.",
         )
     stored = {n: f for n, f in found.items() if n in written.index.tensors and state.tensors[n].shape == f.shape}
     others = {n: entry.numel for n, entry in written.index.tensors.items() if not _is_straight(state, shapes, n)}
@@ -141,7 +141,7 @@ def _refuse_damaged(source: ReshardSource, shapes: Shapes, threads: int | None, 
         raise DamagedError(
             f"{source.index.location}: damaged: {said(problems)}",
             problems=problems,
-            next_step="The target was not given its name. Get again what is named, or go back to an older step.",
+            next_step="What was written was removed. Get again what is named, or go back to an older step.",
         )
 
 

@@ -23,6 +23,7 @@ from ckptguard.engine.filling import Filler
 from ckptguard.engine.peers import Alone, Peers, barrier
 from ckptguard.engine.proving import Summing
 from ckptguard.engine.shared_staging import Gathered
+from ckptguard.engine.staging import distrusted_if_damaged
 from ckptguard.engine.targets import open_target
 from ckptguard.engine.workers import SILENT, Progress
 from ckptguard.engine.write_digests import digest_of, manifest_of
@@ -167,7 +168,8 @@ def run_reshard(
         if options.verify:
             barrier(peers, "written")
             for number, one in enumerate(every):
-                with directory(shared.path / one.folder) as files, peers.moving(progress) as moving:
+                files = directory(shared.path / one.folder)
+                with distrusted_if_damaged(shared), files, peers.moving(progress) as moving:
                     proofs[number] = prove(
                         source, one.output, files, keeps_optimizer=one.target.optimizer is not None, summing=summing,
                         world=peers.world, threads=peers.world.threads(options.threads), progress=moving,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -23,11 +24,11 @@ from ckptguard.formats.chunks import Located
 Array = npt.NDArray[Any]
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 _BFLOAT16 = BY_NAME["bfloat16"]
-_DIRECT_BYTES = 1 << 14  # shorter runs are gathered from a mapped file instead
-_REMOTE_DIRECT_BYTES = (
-    1 << 20
-)  # at a URL shorter runs are taken out of the range that covers them: a request takes its time
-_COVER_BYTES = 4 << 20
+# Runs of elements at least so long are read one by one, straight to their place. At a URL a request takes its time.
+_DIRECT_BYTES, _REMOTE_DIRECT_BYTES = 1 << 14, 1 << 20
+# Shorter ones are taken out of ranges that cover many of them: what stays in a core's cache, or what one request brings.
+_COVER_BYTES, _REMOTE_COVER_BYTES = 1 << 20, 4 << 20
+_SPARSE, _LINE_BYTES = 16, 512  # unless so many times as much would be read as is used, of runs at least so long
 
 
 class Filler:
@@ -45,6 +46,7 @@ class Filler:
         self._files = checkpoint.files
         self._locate = lru_cache(maxsize=1 << 16)(checkpoint.reader.locate)
         self._reader = checkpoint.reader
+        self._cover = _Cover()
 
     def __call__(self, key: int, begin_bytes: int, out: memoryview, /) -> None:
         """Fills ``out`` with bytes ``[begin_bytes, begin_bytes + len(out))`` of a chunk; whole rows (``row_bytes``)."""
@@ -108,17 +110,22 @@ class Filler:
         itemsize = at.dtype.itemsize
         first = at.span.offset_bytes + (at.first_element + part.first) * itemsize
         run, lines = _run(part)
-        direct_bytes = _DIRECT_BYTES if self._files.local else _REMOTE_DIRECT_BYTES
+        local = self._files.local
+        direct_bytes = _DIRECT_BYTES if local else _REMOTE_DIRECT_BYTES
         if target.flags.c_contiguous and (lines == 1 or run * itemsize >= direct_bytes):
             flat = memoryview(target.reshape(-1).view(np.uint8))
             step = run * itemsize
             for line, skipped in enumerate(_starts(part, run)):
                 self._files.read_into(at.span.file, first + skipped * itemsize, flat[line * step : (line + 1) * step])
             return
-        if not self._files.local:
-            for piece, place in _covered(part, _COVER_BYTES // itemsize):
+        if not local or _last(part) < _SPARSE * part.numel:
+            for piece, place in _covered(part, (_COVER_BYTES if local else _REMOTE_COVER_BYTES) // itemsize):
                 self._copy_cover(at, piece, target[place])
             return
+        if run * itemsize >= _LINE_BYTES:
+            self._copy_lines(at, part, run, target)
+            return
+        # A transpose takes an element here and there. Of a file that is cut short meanwhile nothing can be said then.
         last = _last(part)
         with self._files.reading(at.span.file) as handle:
             page = first // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
@@ -131,10 +138,20 @@ class Filler:
                 target[...] = view
                 del view, items
 
+    def _copy_lines(self, at: Located, part: Piece, run: int, target: Array) -> None:
+        """Reads the runs of a piece one by one."""
+        itemsize = at.dtype.itemsize
+        items = self._cover.of(part.numel, itemsize)
+        flat, step = memoryview(items.view(np.uint8)), run * itemsize
+        first = at.span.offset_bytes + (at.first_element + part.first) * itemsize
+        for line, skipped in enumerate(_starts(part, run)):
+            self._files.read_into(at.span.file, first + skipped * itemsize, flat[line * step : (line + 1) * step])
+        target[...] = items.reshape(part.size)
+
     def _copy_cover(self, at: Located, part: Piece, target: Array) -> None:
         """Reads the range that covers a piece at once, and takes the piece out of it."""
         itemsize = at.dtype.itemsize
-        items: Array = np.empty(_last(part) + 1, _WORDS[itemsize])
+        items = self._cover.of(_last(part) + 1, itemsize)
         first = at.span.offset_bytes + (at.first_element + part.first) * itemsize
         self._files.read_into(at.span.file, first, memoryview(items.view(np.uint8)))
         strides = [s * itemsize for s in part.strides]
@@ -165,6 +182,19 @@ class Filler:
         at = self._locate(source.entry, source.chunk)
         self._reader.read_elements(at, begin, memoryview(out.view(np.uint8)))
         return out
+
+
+class _Cover(threading.local):
+    """A buffer per thread for ranges that cover what is used of them; it grows to the largest."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def of(self, count: int, itemsize: int) -> Array:
+        """Room for so many elements; what it holds lasts until the next call."""
+        if len(self._buffer) < count * itemsize:
+            self._buffer = bytearray(count * itemsize)
+        return np.frombuffer(self._buffer, _WORDS[itemsize], count=count)
 
 
 class _mapped(mmap.mmap):  # noqa: N801 -- a context manager that reads like a function

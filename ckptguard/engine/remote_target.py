@@ -196,6 +196,13 @@ class RemoteStaging:
         self._remove([UNFINISHED])
         self._remove([name for name in there if name.startswith(_FOLDER) and name != UNFINISHED])
 
+    def distrust(self) -> None:
+        """Removes everything: what was written is not what it should be, and no later run may go on from it."""
+        with RemoteDirectory(self.path) as files:
+            there = [name for name in files.listing if name != UNFINISHED]
+        self._remove(there)
+        self._remove([UNFINISHED])
+
     def _remove(self, names: list[str]) -> None:
         if names:
             with self.path.store.asked(self.path.key, "cannot be tidied up", there=False):

@@ -214,6 +214,10 @@ class Shared:
             )
         return self._digests
 
+    def distrust(self) -> None:
+        """As ``Staging.distrust``; other ranks end when this one does."""
+        self._staging.distrust()
+
     def gather(self, result: bytes) -> Gathered | None:
         """Waits until every rank has written its files and come here.
 

@@ -8,13 +8,15 @@ rename. ``<id>`` follows from the run's identity, so that the same command finds
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 from blake3 import blake3
 
-from ckptguard.core.errors import EnvironmentFailedError, UsageError
+from ckptguard.core.errors import DamagedError, EnvironmentFailedError, UsageError
 from ckptguard.core.writing import check_relative
 from ckptguard.engine.digests import digest_files
 from ckptguard.engine.workers import SILENT, Progress
@@ -145,6 +147,10 @@ class Staging:
         """Records a finished file, once it is on the disk. Thread-safe."""
         self._journal.add(name, digest)
 
+    def distrust(self) -> None:
+        """Removes everything: what was written is not what it should be, and no later run may go on from it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
     def commit(self, last: Mapping[str, bytes]) -> None:
         """Writes the small last files in the order given, then makes the directory the target by one rename.
 
@@ -190,6 +196,23 @@ class Staging:
 def staging_path(target: Path, identity: str) -> Path:
     """Where a target is made: beside it, under a name that follows from the run's identity."""
     return target.with_name(f"{target.name}{_MARK}{blake3(identity.encode()).hexdigest()[:12]}")
+
+
+class Distrusting(Protocol):
+    """What is being written, and can be given up."""
+
+    def distrust(self) -> None:
+        """Removes everything that was written."""
+
+
+@contextmanager
+def distrusted_if_damaged(target: Distrusting) -> Iterator[None]:
+    """What was written is removed if the block finds that it is not what it should be: a rerun must not go on from it."""
+    try:
+        yield
+    except DamagedError:
+        target.distrust()
+        raise
 
 
 def refuse_present(target: Path) -> None:

@@ -36,6 +36,9 @@ class WriteTarget(Protocol):
     ) -> Mapping[str, FileDigest]:
         """Writes this process's files."""
 
+    def distrust(self) -> None:
+        """Removes what was written, because it is not what it should be."""
+
     def gather(self, result: bytes) -> Gathered | None:
         """Waits for all processes; on the first one, what they wrote and found out."""
 
@@ -94,6 +97,10 @@ class _AtUrl:
             self._plan, self._staging, fill, memory_bytes=memory_bytes, threads=threads, progress=progress
         )
         return self._digests
+
+    def distrust(self) -> None:
+        """As ``WriteTarget.distrust``."""
+        self._staging.distrust()
 
     def gather(self, result: bytes) -> Gathered | None:
         """As ``WriteTarget.gather``."""

@@ -223,5 +223,5 @@ def test_fp8_state_in_legacy_files_is_not_dropped(real_checkpoint: Callable[[str
     with open_checkpoint(real_checkpoint("legacy_tp2_pp2")) as checkpoint:
         state = TensorEntry(name, BY_NAME["uint8"], (64,), ())
         index = dataclasses.replace(checkpoint.index, tensors={**checkpoint.index.tensors, name: state})
-        with pytest.raises(UnsupportedError, match="linear_qkv._extra_state"):
+        with pytest.raises(UnsupportedError, match=r"linear_qkv\._extra_state"):
             open_source(dataclasses.replace(checkpoint, index=index), None)
