@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptguard.testing import reshard_truth as truth
-from ckptguard.testing.recipes import MegatronRunError, OptimizerFormat, Recipe, make_checkpoint, resave
+from ckptguard.testing.recipes import MegatronRunError, OptimizerFormat, Recipe, check_loads, make_checkpoint, resave
 from ckptguard.testing.reshard_truth import FORMS, PAIRS, Pair, form, reshard_flags
 from ckptguard.testing.state_digests import TRAINER, Resumed, differences, resume_digested
 
@@ -56,10 +56,10 @@ class Trial:
         }
         direct = self._resumed(own[FULL], "direct")
         known = own[FULL] if direct else ours[BUCKETS, FULL]
-        self._files(known, ours)
+        theirs = self._files(known, ours)
         if direct is None:
             direct = self._by_resave(own[FULL], ours)
-        runs = [self._resumed(ours[BUCKETS, target], f"from_{target}") for target in FORMS]
+        runs = [self._resumed(ours[BUCKETS, target], f"from_{target}", theirs[target]) for target in FORMS]
         self._runs(direct, runs)
 
     def _reshard(self, source: Path, name: str, recipe: Recipe, optimizer: OptimizerFormat) -> Path:
@@ -84,26 +84,32 @@ class Trial:
             made = self._reshard(own[source], f"way-{target}", self.pair.before, target)
             self.found["ways"] += truth.other_bytes(made, own[target]) + truth.other_objects(made, own[target])
 
-    def _files(self, known: Path, ours: dict[tuple[OptimizerFormat, OptimizerFormat], Path]) -> None:
+    def _files(
+        self, known: Path, ours: dict[tuple[OptimizerFormat, OptimizerFormat], Path]
+    ) -> dict[OptimizerFormat, Path]:
         self.found["files"] = []
+        out = {}
         for target in FORMS:
             recipe = form(self.pair.after, target, shared_out=False)
-            theirs = self.folder / recipe.name
+            theirs = out[target] = self.folder / recipe.name
             resave(known, recipe, theirs, **_HOW)
             for source in FORMS:
                 made = ours[source, target]
                 for check in (truth.other_files, truth.other_bytes, truth.other_objects):
                     self.found["files"] += check(made, theirs)
+        return out
 
-    def _resumed(self, source: Path, name: str) -> Resumed | None:
-        """A run from a checkpoint, or None if Megatron refuses its own."""
+    def _resumed(self, source: Path, name: str, theirs: Path | None = None) -> Resumed | None:
+        """A run from a checkpoint, or None if Megatron refuses its own: the source, or theirs in its stead."""
         try:
             return resume_digested(source, form(self.pair.after, FULL), self.folder / name, timeout_seconds=_SECONDS)
         except MegatronRunError as error:
-            if name != "direct":
+            if theirs and _loads(theirs, self.pair.after):
                 raise
             words = [line for line in str(error).splitlines() if "Error" in line]
-            self.remarks.append(f"Megatron refuses its own save in the new layout: {words[-1] if words else error}")
+            self.remarks.append(
+                f"{name}: Megatron refuses its own save in the new layout: {words[-1] if words else error}"
+            )
             return None
 
     def _by_resave(self, own: Path, ours: dict[tuple[OptimizerFormat, OptimizerFormat], Path]) -> None:
@@ -121,6 +127,15 @@ class Trial:
             self.found["loads"] += differences(replace(known, steps=()), replace(run, steps=()))
             self.found["steps"] += differences(replace(known, loaded=()), replace(run, loaded=()))
             self.found["steps"] += _diff(known.saved, run.saved)
+
+
+def _loads(checkpoint: Path, recipe: Recipe) -> bool:
+    """Whether Megatron loads it."""
+    try:
+        check_loads(checkpoint, form(recipe, FULL), timeout_seconds=_SECONDS)
+    except MegatronRunError:
+        return False
+    return True
 
 
 def _diff(one: Path, other: Path) -> list[str]:
