@@ -116,7 +116,8 @@ def check_crcs(
     for blob in checkpoint.index.objects.values():
         if _in_file(checkpoint.index, blob.span):
             items += [(record, (blob.name, None)) for record in object_records(reader, blob)]
-    items = list(dict(item for item in items if item[0].crc32 is not None).items())  # a storage is read once
+    # A storage is read once, and said by the first name it has: tensors come before the object around them.
+    items = list(dict(item for item in reversed(items) if item[0].crc32 is not None).items())[::-1]
     total = sum(record.span.length_bytes for record, _ in items)
     progress.start("checking CRCs", total)
 
