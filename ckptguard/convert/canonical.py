@@ -147,6 +147,15 @@ class State:
         first = sum(o * s for o, s in zip(inside.offset, strides, strict=True))
         return Piece(corner, inside.size, (1,) * len(corner), self.sources.name_of(source), first, strides)
 
+    def uncut(self, made: Made) -> Stored | None:
+        """The stored chunk that a chunk to be made is, as it stands and in the same place; None if it is put together."""
+        pieces = made.assembly.pieces
+        if len(pieces) != 1 or not pieces[0].source or made.run is not None:
+            return None
+        source = self.sources[pieces[0].source]
+        same = isinstance(source, Stored) and source.chunk.box == made.box and source.dtype == made.dtype
+        return source if same and isinstance(source, Stored) and pieces[0].numel == made.box.numel else None
+
     def made(self, name: str, shape: tuple[int, ...] | None = None) -> Made:
         """A whole tensor as a chunk to be made, cut or padded to another shape where one is given."""
         tensor = self.tensors[name]

@@ -75,7 +75,7 @@ def torch_dist_output(source: ReshardSource, target: Target, state: Restated, pl
             return state.objects[name]
         return source.blob(name) if name in source.index.objects else empty_tensor_in_list()
 
-    on_disk = placed(files, blob_of)
+    on_disk = placed(files, blob_of, source.check_of)
     metadata = writer.metadata_bytes([file for file, _ in on_disk])
     small = {**state.iteration_files, ".metadata": metadata, "metadata.json": writer.config_bytes()}
 

@@ -22,12 +22,17 @@ def with_common_state(files: Sequence[RankFile]) -> tuple[RankFile, ...]:
     return (replace(first, objects=(*first.objects, COMMON_STATE)), *rest)
 
 
-def placed(files: Sequence[RankFile], blob_of: Callable[[str], bytes]) -> list[Placed]:
+def placed(
+    files: Sequence[RankFile],
+    blob_of: Callable[[str], bytes],
+    check_of: Callable[[Made], Callable[[int], None] | None] = lambda _: None,
+) -> list[Placed]:
     """Every rank's file, and its bytes as parts of a write plan.
 
     Args:
         files: What each rank's file holds. Elements are numbered in the order of all files' chunks.
         blob_of: The bytes of an object.
+        check_of: What is to hear of the CRC-32 of a chunk's elements once they are written; raises if it is wrong.
     """
     out: list[Placed] = []
     key = 0
@@ -36,13 +41,20 @@ def placed(files: Sequence[RankFile], blob_of: Callable[[str], bytes]) -> list[P
         chunks = [writer.ChunkToWrite(c.name, c.dtype, c.shape, c.box) for c in file.chunks]
         parts: list[Part] = [Literal(blob.data) for blob in blobs]
         for chunk in file.chunks:
-            parts += _parts(chunk, key)
+            parts += _parts(chunk, key, check_of(chunk))
             key += 1
         out.append((writer.place(writer.file_name(file.rank), writer.ordered([*blobs, *chunks])), tuple(parts)))
     return out
 
 
-def _parts(chunk: Made, key: int) -> list[Part]:
+def _parts(chunk: Made, key: int, check: Callable[[int], None] | None) -> list[Part]:
     zipped = frame(chunk.dtype, chunk.box.size)
     step = step_bytes(chunk) if chunk.size_bytes else 1
-    return [Literal(zipped.head), Elements(key, zipped.data_bytes, step), Closing(zipped.tail_bytes, zipped.tail)]
+
+    def checked_tail(crc32: int) -> bytes:
+        if check is not None:
+            check(crc32)
+        return zipped.tail(crc32)
+
+    tail = zipped.tail if check is None else checked_tail
+    return [Literal(zipped.head), Elements(key, zipped.data_bytes, step), Closing(zipped.tail_bytes, tail)]

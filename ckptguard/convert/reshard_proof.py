@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ckptguard.convert.canonical import State
 from ckptguard.convert.output import Output
-from ckptguard.convert.reshard_source import ReshardSource
+from ckptguard.convert.reshard_source import GET_AGAIN, ReshardSource
 from ckptguard.convert.sources import split_state
 from ckptguard.core.boxes import Box
 from ckptguard.core.errors import DamagedError
@@ -97,11 +97,18 @@ def prove(
     own = {name: shapes[name] for name in dealt_out(sizes, world.size)[world.rank]}
     known = sealed_prints(source.checkpoint)
     total_bytes = sum(chunk.size_bytes for chunk in output.chunks) // world.size
-    unsealed = {name: shape for name, shape in own.items() if not _is_known(source.state, name, shape, known)}
+    kept = _kept(source.state, output, summing)
+    unsealed = {
+        name: shape
+        for name, shape in own.items()
+        if name not in kept and not _is_known(source.state, name, shape, known)
+    }
     _refuse_damaged(source, unsealed, threads, progress)
     progress.start("proving", total_bytes if known else 2 * total_bytes)
     found = prints_of(state, written, own, threads=threads, progress=progress)
-    expected = prints_of(source.state, source.checkpoint, own, known=known, threads=threads, progress=progress)
+    rest = {name: shape for name, shape in own.items() if name not in kept}
+    expected = prints_of(source.state, source.checkpoint, rest, known=known, threads=threads, progress=progress)
+    expected |= {name: kept[name] for name in own if name in kept}
     wrong = different(expected, found)
     if wrong:
         raise DamagedError(
@@ -112,8 +119,19 @@ def prove(
         )
     stored = {n: f for n, f in found.items() if n in written.index.tensors and state.tensors[n].shape == f.shape}
     others = {n: entry.numel for n, entry in written.index.tensors.items() if not _is_straight(state, shapes, n)}
-    rest = set(dealt_out(others, world.size)[world.rank])
-    return Proof(found, {**stored, **_added_up(rest, summing, written, threads, progress)})
+    left = set(dealt_out(others, world.size)[world.rank])
+    return Proof(found, {**stored, **_added_up(left, summing, written, threads, progress)})
+
+
+def _kept(state: State, output: Output, summing: Summing | None) -> Prints:
+    """Fingerprints of tensors all of whose chunks went along uncut: added up as they were read, from the very same places.
+
+    Their CRC-32 were compared then too (``ReshardSource.check_of``), so the source need not be read again for them.
+    """
+    if summing is None or not summing.complete:
+        return {}
+    cut = {made.name for made in output.chunks if state.uncut(made) is None}
+    return {name: value for name, value in summing.fingerprints().items() if name not in cut and name in state.tensors}
 
 
 def _is_known(state: State, name: str, shape: tuple[int, ...], known: Prints | None) -> bool:
@@ -141,7 +159,7 @@ def _refuse_damaged(source: ReshardSource, shapes: Shapes, threads: int | None, 
         raise DamagedError(
             f"{source.index.location}: damaged: {said(problems)}",
             problems=problems,
-            next_step="What was written was removed. Get again what is named, or go back to an older step.",
+            next_step=f"What was written was removed. {GET_AGAIN}",
         )
 
 

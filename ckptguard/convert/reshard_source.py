@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -17,6 +17,7 @@ from ckptguard.core.errors import DamagedError, UnsupportedError, UsageError
 from ckptguard.core.index import Chunk, Index, Span, TensorEntry
 from ckptguard.core.pieces import of_source
 from ckptguard.core.plan import Made, Stored
+from ckptguard.core.problems import Problem
 from ckptguard.engine import structure as checks
 from ckptguard.fingerprint.manifest import FILE_NAME
 from ckptguard.formats.base import Checkpoint
@@ -39,6 +40,8 @@ _NOT_CARRIED = (
     "run_config.yaml",
     FILE_NAME,
 )
+
+GET_AGAIN = "The target did not appear. Get again what is named, or go back to an older step."
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,24 @@ class ReshardSource:
         if dcp_names.is_by_module(self.index):
             return []
         return [name for name in self.index.objects if name not in files and not name.startswith(_PER_RANK)]
+
+    def check_of(self, made: Made) -> Callable[[int], None] | None:
+        """Of a chunk that goes along uncut: holds the CRC-32 of what was read against the one stored beside it."""
+        stored = self.state.uncut(made)
+        if stored is None:
+            return None
+
+        def check(crc32: int) -> None:
+            at = self.checkpoint.reader.locate(stored.entry, stored.chunk)
+            if at.crc32 is not None and at.crc32 != crc32 and at.span.length_bytes == made.size_bytes:
+                file, where = at.span.file, f"{stored.entry.name} {stored.chunk.box}"
+                message = f"{file}: {where}: its bytes do not match the CRC-32 stored beside them"
+                problem = Problem("crc", message, file=file, tensor=stored.entry.name, box=stored.chunk.box)
+                raise DamagedError(
+                    f"{self.index.location}: damaged: {message}", problems=[problem], next_step=GET_AGAIN
+                )
+
+        return check
 
     def stamps(self) -> list[tuple[str, int, int]]:
         """(name, size in bytes, time of last change in ns) of every file: by this a changed source is known."""

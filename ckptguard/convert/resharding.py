@@ -161,9 +161,10 @@ def run_reshard(
     with open_target(dst, prepared.write_plan, what=what, peers=peers) as shared:
         # It adds up by name, and replicas have the same names.
         summing = Summing(filler) if options.verify and peers.world.size == 1 and len(every) == 1 else None
-        shared.write(
-            summing or filler, memory_bytes=options.memory_bytes, threads=options.threads, progress=progress
-        )  # fmt: skip
+        with distrusted_if_damaged(shared):
+            shared.write(
+                summing or filler, memory_bytes=options.memory_bytes, threads=options.threads, progress=progress
+            )
         proofs = [Proof({}, {}) for _ in every]
         if options.verify:
             barrier(peers, "written")

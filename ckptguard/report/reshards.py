@@ -45,13 +45,7 @@ def reshard_plan_dict(prepared: ReshardPrepared, chosen: ReshardOptions, needs: 
 
 def _uncut(prepared: ReshardPrepared) -> int:
     """Chunks that are one chunk of the source as it stands."""
-    sources = prepared.source.state.sources
-    count = 0
-    for chunk in prepared.output.chunks:
-        pieces = chunk.assembly.pieces
-        if len(pieces) == 1 and pieces[0].source and chunk.run in (None, 0):
-            count += pieces[0].numel == chunk.box.numel and sources[pieces[0].source].shape == chunk.box.size
-    return count
+    return sum(prepared.source.state.uncut(chunk) is not None for chunk in prepared.output.chunks)
 
 
 def reshard_plan_lines(
