@@ -18,7 +18,7 @@ from ckptguard.convert.reshard_source import open_source
 from ckptguard.core.boxes import whole
 from ckptguard.core.dtypes import BY_NAME
 from ckptguard.core.errors import UnsupportedError
-from ckptguard.core.index import TensorEntry
+from ckptguard.core.index import Chunk, TensorEntry
 from ckptguard.engine.fingerprints import fingerprint_checkpoint
 from ckptguard.engine.masters import check_masters
 from ckptguard.formats.base import Checkpoint
@@ -225,3 +225,26 @@ def test_fp8_state_in_legacy_files_is_not_dropped(real_checkpoint: Callable[[str
         index = dataclasses.replace(checkpoint.index, tensors={**checkpoint.index.tensors, name: state})
         with pytest.raises(UnsupportedError, match=r"linear_qkv\._extra_state"):
             open_source(dataclasses.replace(checkpoint, index=index), None)
+
+
+def test_state_that_does_not_belong_to_the_weights_is_said(
+    real_checkpoint: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two parameters of one size have changed places in the bucket: every length fits, the values do not."""
+    source = Path(shutil.copytree(real_checkpoint("dense_tp2_pp2").parent, tmp_path / "source"))
+    with open_checkpoint(source) as checkpoint:
+        name = next(n for n in checkpoint.index.tensors if "dp_group_idx_0." in n and n.endswith(".param"))
+        entry = checkpoint.index.tensors[name]
+        sizes: dict[int, list[Chunk]] = {}
+        for chunk in entry.chunks:
+            sizes.setdefault(chunk.box.numel, []).append(chunk)
+        first, second = next(found for found in sizes.values() if len(found) > 1 and found[0].box.numel > 1024)[:2]
+        spans = [checkpoint.reader.locate(entry, chunk).span for chunk in (first, second)]
+        values = [checkpoint.files.read_span(span) for span in spans]
+    for span, value in zip(spans, reversed(values), strict=True):
+        with next(source.glob(f"iter_*/{span.file}")).open("r+b") as file:
+            file.seek(span.offset_bytes)
+            file.write(value)
+    assert reshard(source, tmp_path / "new", "--tp", "1", "--dry-run", "--json") == 0
+    notes = json.loads(capsys.readouterr().out)["plan"]["notes"]
+    assert any("not their fp32 masters rounded" in note for note in notes)

@@ -182,7 +182,10 @@ def examine(name: str, out: Path) -> dict[str, Any]:
     except UnsupportedError as error:
         return found | {"refused": error.message}
     own = structure_of(provider, to_namespace(found["args"]))
-    return found | {"described": [rank["chunks"] for stage in described["stages"] for rank in stage["each"]], "own": own}
+    return found | {
+        "described": [rank["chunks"] for stage in described["stages"] for rank in stage["each"]],
+        "own": own,
+    }
 
 
 def main(out: Path, names: list[str]) -> None:

@@ -1,0 +1,73 @@
+"""A look at some masters before a resharding: state that belongs to other parameters shows where weights are not their masters.
+
+Where a parameter stands in buckets is derived, and two neighbours of one size that changed places would fit as well. After every
+step Megatron makes each weight of its master, so a few elements of each tell. What differs is said, not refused: a checkpoint
+may have been saved so, and ``verify --masters`` compares everything.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ckptguard.convert.canonical import State
+from ckptguard.convert.sources import state_name
+from ckptguard.core.boxes import Box
+from ckptguard.core.plan import Made
+from ckptguard.engine.filling import Filler
+from ckptguard.engine.masters import rounded
+from ckptguard.formats.base import Checkpoint
+
+_COMPARABLE = ("bfloat16", "float16", "float32")
+_ELEMENTS = 64
+_SHOWN = 3
+
+
+def masters_note(state: State, checkpoint: Checkpoint) -> tuple[str, ...]:
+    """A sentence if some weights are not their masters rounded, at the first and the last elements of each tensor.
+
+    Args:
+        state: The source's tensors.
+        checkpoint: The files that they stand in.
+
+    Raises:
+        DamagedError: A chunk is not what the index says.
+    """
+    made: list[Made] = []
+    for name, weight in state.tensors.items():
+        master = state.tensors.get(state_name("param", name))
+        if master is None or master.shape != weight.shape or weight.dtype.name not in _COMPARABLE:
+            continue
+        for box in _ends(weight.shape):
+            for side in (weight, master):
+                made.append(Made(side.name, side.dtype, side.shape, box, state.assembly(side.name, box)))
+    filler = Filler(made, state.sources, checkpoint)
+    words = [np.frombuffer(_filled(filler, key), f"<u{one.dtype.itemsize}") for key, one in enumerate(made)]
+    wrong = []
+    for number in range(0, len(made), 2):
+        expected, is_nan = rounded(words[number + 1], made[number].dtype.name)
+        if ((words[number] != expected) & ~is_nan).any():
+            wrong.append(made[number].name)
+    names = list(dict.fromkeys(wrong))
+    if not names:
+        return ()
+    shown = ", ".join(names[:_SHOWN])
+    return (
+        f"{len(names)} weights are not their fp32 masters rounded, such as {shown}: weights and optimizer state may not belong"
+        " together. They go along as they are; look with `ckptguard verify --masters`.",
+    )
+
+
+def _ends(shape: tuple[int, ...]) -> list[Box]:
+    """Boxes of a few elements at both ends of a tensor."""
+    if not shape or 0 in shape:
+        return []
+    size = (*(1 for _ in shape[1:]), min(shape[-1], _ELEMENTS))
+    last = tuple(n - s for n, s in zip(shape, size, strict=True))
+    boxes = [Box((0,) * len(shape), size), Box(last, size)]
+    return boxes[:1] if boxes[0] == boxes[1] else boxes
+
+
+def _filled(filler: Filler, key: int) -> bytearray:
+    out = bytearray(filler.chunks[key].size_bytes)
+    filler(key, 0, memoryview(out))
+    return out
