@@ -200,9 +200,13 @@ def _reshard(
     from ckptguard.engine.staging import refuse_present
     from ckptguard.formats.registry import open_checkpoint
     from ckptguard.formats.remote import RemotePath, path_of
-    from ckptguard.report.conversions import result_dict
     from ckptguard.report.progress import progress_bar
-    from ckptguard.report.reshards import reshard_plan_dict, reshard_plan_lines, reshard_result_lines
+    from ckptguard.report.reshards import (
+        reshard_plan_dict,
+        reshard_plan_lines,
+        reshard_result_dict,
+        reshard_result_lines,
+    )
     from ckptguard.report.uneven import uneven_dict, uneven_lines
 
     where = path_of(target)
@@ -224,7 +228,10 @@ def _reshard(
         return
     if as_json:
         options.print_json(
-            {"plan": reshard_plan_dict(prepared, wanted, needs) | uneven_dict(prepared), "result": result_dict(result)}
+            {
+                "plan": reshard_plan_dict(prepared, wanted, needs) | uneven_dict(prepared),
+                "result": reshard_result_dict(result),
+            }
         )
         return
     click.echo("\n".join(reshard_plan_lines(prepared, wanted, needs, detailed=dry_run)))

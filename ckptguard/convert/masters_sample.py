@@ -1,11 +1,13 @@
-"""A look at some masters before a resharding: state that belongs to other parameters shows where weights are not their masters.
+"""A look at some masters before a resharding: weights that are not made of them tell of state that belongs to others.
 
-Where a parameter stands in buckets is derived, and two neighbours of one size that changed places would fit as well. After every
+Where a parameter stands in buckets is derived, and two neighbours of one size that changed places would fit too. After every
 step Megatron makes each weight of its master, so a few elements of each tell. What differs is said, not refused: a checkpoint
 may have been saved so, and ``verify --masters`` compares everything.
 """
 
 from __future__ import annotations
+
+import re
 
 import numpy as np
 
@@ -20,10 +22,11 @@ from ckptguard.formats.base import Checkpoint
 _COMPARABLE = ("bfloat16", "float16", "float32")
 _ELEMENTS = 64
 _SHOWN = 3
+_ALL_LAYERS = re.compile(r"\.layers\.(?!\d)")  # not decoder.layers.7.mlp...
 
 
 def masters_note(state: State, checkpoint: Checkpoint) -> tuple[str, ...]:
-    """A sentence if some weights are not their masters rounded, at the first and the last elements of each tensor.
+    """A sentence if some weights are not their masters rounded, at both ends of each tensor and layer.
 
     Args:
         state: The source's tensors.
@@ -37,9 +40,11 @@ def masters_note(state: State, checkpoint: Checkpoint) -> tuple[str, ...]:
         master = state.tensors.get(state_name("param", name))
         if master is None or master.shape != weight.shape or weight.dtype.name not in _COMPARABLE:
             continue
-        for box in _ends(weight.shape):
-            for side in (weight, master):
-                made.append(Made(side.name, side.dtype, side.shape, box, state.assembly(side.name, box)))
+        boxes = _looked_at(name, weight.shape)
+        sides = [state.assemblies(side.name, boxes) for side in (weight, master)]
+        for box, of_weight, of_master in zip(boxes, *sides, strict=True):
+            made.append(Made(weight.name, weight.dtype, weight.shape, box, of_weight))
+            made.append(Made(master.name, master.dtype, master.shape, box, of_master))
     filler = Filler(made, state.sources, checkpoint)
     words = [np.frombuffer(_filled(filler, key), f"<u{one.dtype.itemsize}") for key, one in enumerate(made)]
     wrong = []
@@ -57,14 +62,16 @@ def masters_note(state: State, checkpoint: Checkpoint) -> tuple[str, ...]:
     )
 
 
-def _ends(shape: tuple[int, ...]) -> list[Box]:
-    """Boxes of a few elements at both ends of a tensor."""
+def _looked_at(name: str, shape: tuple[int, ...]) -> list[Box]:
+    """Boxes of a few elements at both ends of a tensor, of each layer where it holds all layers."""
     if not shape or 0 in shape:
         return []
     size = (*(1 for _ in shape[1:]), min(shape[-1], _ELEMENTS))
     last = tuple(n - s for n, s in zip(shape, size, strict=True))
-    boxes = [Box((0,) * len(shape), size), Box(last, size)]
-    return boxes[:1] if boxes[0] == boxes[1] else boxes
+    layers = range(shape[0]) if _ALL_LAYERS.search(name) and len(shape) > 1 else (None,)
+    ends = ((0,) * len(shape), last)
+    offsets = (end if layer is None else (layer, *end[1:]) for layer in layers for end in ends)
+    return [Box(offset, size) for offset in dict.fromkeys(offsets)]
 
 
 def _filled(filler: Filler, key: int) -> bytearray:

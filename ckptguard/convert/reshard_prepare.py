@@ -12,7 +12,6 @@ from blake3 import blake3
 from ckptguard.convert import dcp_names, plain_optimizer
 from ckptguard.convert.dcp_target import dcp_output, parameters
 from ckptguard.convert.gathered_state import is_gathered
-from ckptguard.convert.masters_sample import masters_note
 from ckptguard.convert.output import legacy_output, torch_dist_output
 from ckptguard.convert.reshard_plan import plan_torch_dist
 from ckptguard.convert.reshard_source import (
@@ -98,7 +97,6 @@ def _prepare(checkpoint: Checkpoint, options: ReshardOptions) -> ReshardPrepared
             target = replace(target, structures=cut.structures)
     changes = {**options.args, **switched, **wanted.changes}
     notes = (*dcp_names.switch_notes(facts.args, wanted.args), *wanted.notes)
-    notes += masters_note(source.state, source.checkpoint) if form is not None else ()
     prepared = _planned(source, target, wanted.args, changes, options, notes=notes, cut=cut)
     if uncut is None or not options.replica_tp:
         return prepared

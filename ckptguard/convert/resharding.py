@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from ckptguard.convert.masters_sample import masters_note
 from ckptguard.convert.output import Output
 from ckptguard.convert.reshard_proof import Proof, merged, prove
 from ckptguard.convert.reshard_source import (
@@ -120,12 +121,14 @@ class Resharded:
         seal: Of its manifest.
         proved: How many global tensors were proved to be in it; None if that was left out.
         written_bytes: Bytes of all files.
+        notes: What was seen in the source on the way; sentences for the user.
     """
 
     path: Path
     seal: str
     proved: int | None
     written_bytes: int
+    notes: tuple[str, ...] = ()
 
 
 def run_reshard(
@@ -179,6 +182,7 @@ def run_reshard(
         done = None
         if gathered is not None:
             done, last = _sealed(prepared, gathered, dst, verified=options.verify)
+            done = replace(done, notes=masters_note(source.state, source.checkpoint))
             shared.commit(last)
         shared.done()
     return done

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptguard.report import units
-from ckptguard.report.conversions import disk_line, result_lines
+from ckptguard.report.conversions import disk_line, result_dict, result_lines
 from ckptguard.report.lines import facts, title
 
 if TYPE_CHECKING:
@@ -83,8 +83,16 @@ def reshard_plan_lines(
         yield from (shown[name] for name in sorted(shown))
 
 
+def reshard_result_dict(result: Resharded | None) -> dict[str, Any] | None:
+    """What was done, ready for JSON; None for a dry run."""
+    plain = result_dict(result)
+    return plain | {"notes": list(result.notes)} if plain is not None and result is not None else None
+
+
 def reshard_result_lines(result: Resharded) -> Iterator[str]:
     """What was done, for people."""
+    for note in result.notes:
+        yield f"  {click.style('note', fg='yellow')} {note}"
     yield from result_lines(
         result, f"{result.proved} tensors, read back from the written files, have the fingerprints they had"
     )
