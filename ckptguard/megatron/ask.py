@@ -16,7 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ckptguard.core.errors import EnvironmentFailedError, UnsupportedError
+from ckptguard.core.errors import DamagedError, EnvironmentFailedError, UnsupportedError
+from ckptguard.core.problems import Problem
 from ckptguard.megatron.refusals import refuse
 
 TIMEOUT_SECONDS = 900.0
@@ -62,23 +63,42 @@ def put(question: Mapping[str, object], *, timeout_seconds: float = TIMEOUT_SECO
         EnvironmentFailedError: The process ended without an answer, or ran too long.
     """
     process = _STARTED.pop() if _STARTED and question["kind"] == "hf" else _start(_imports(question))
+    return answer_of(process, question, doing="describe the model", timeout_seconds=timeout_seconds)
+
+
+def answer_of(
+    process: subprocess.Popen[str], question: Mapping[str, object], *, doing: str, timeout_seconds: float
+) -> dict[str, Any]:
+    """Puts a question to a process that waits for one, and ends the process.
+
+    Args:
+        process: Reads JSON from stdin and writes JSON to stdout.
+        question: Plain values.
+        doing: What it is asked to do, for messages: it "did not describe the model".
+        timeout_seconds: How long it may take.
+
+    Raises:
+        UnsupportedError: It answers that something is not supported.
+        DamagedError: It answers that what it was given is damaged.
+        EnvironmentFailedError: It ended without an answer, or ran too long.
+    """
     try:
         answered, said = process.communicate(json.dumps(question, default=str), timeout=timeout_seconds)
     except subprocess.TimeoutExpired as error:
-        raise EnvironmentFailedError(
-            f"Megatron Core did not describe the model within {timeout_seconds:g} s"
-        ) from error
+        raise EnvironmentFailedError(f"Megatron Core did not {doing} within {timeout_seconds:g} s") from error
     finally:
         process.kill()
         process.wait()
     if process.returncode != 0 and not answered:
         tail = "\n".join(said.splitlines()[-_SHOWN_LINES:])
         raise EnvironmentFailedError(
-            f"the process that asks Megatron Core ended with code {process.returncode}:\n{tail}"
+            f"the process in which Megatron Core was to {doing} ended with code {process.returncode}:\n{tail}"
         )
     answer: dict[str, Any] = json.loads(answered)
     if "unsupported" in answer:
-        raise UnsupportedError(answer["unsupported"], next_step=answer["next_step"])
+        raise UnsupportedError(answer["unsupported"], next_step=answer.get("next_step", ""))
+    if "damaged" in answer:
+        raise DamagedError(answer["damaged"], problems=[Problem("unreadable", answer["damaged"])])
     return answer
 
 
@@ -99,9 +119,17 @@ def started_early() -> Iterator[None]:
 
 
 def _start(kind: str) -> subprocess.Popen[str]:
+    return start("ckptguard.megatron.ask", kind)
+
+
+def start(module: str, *arguments: str) -> subprocess.Popen[str]:
+    """A process for ``answer_of``: a module of ours that runs Megatron, without the caller's ranks and GPUs.
+
+    Sets are stored in one order whenever it is asked, so that the same question gives the same bytes.
+    """
     return subprocess.Popen(  # noqa: S603 - our own interpreter and module
-        [sys.executable, "-m", "ckptguard.megatron.ask", kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, env=_environment(),
+        [sys.executable, "-m", module, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, env=_environment() | {"PYTHONHASHSEED": "0"},
     )  # fmt: skip
 
 

@@ -10,20 +10,15 @@ Source: megatron/training/checkpointing.py ``generate_state_dict``, megatron/cor
 from __future__ import annotations
 
 import base64
-import json
-import subprocess
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ckptguard.core.errors import DamagedError, EnvironmentFailedError, UnsupportedError
 from ckptguard.megatron import ask
 from ckptguard.megatron.ask import TIMEOUT_SECONDS
 
 OPTIMIZER_STATES = ("param", "exp_avg", "exp_avg_sq")
 """What ``distrib_optim.pt`` has of every buffer, in this order, when the optimizer is Adam."""
-_SHOWN_LINES = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,27 +139,11 @@ def rank_pickles(
 
 
 def _answer(question: Mapping[str, Any], timeout_seconds: float) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "ckptguard.megatron.legacy_pickles_worker"]
-    try:
-        done = subprocess.run(  # noqa: S603 - our own interpreter and module
-            command, input=json.dumps(question), capture_output=True, text=True, check=False, timeout=timeout_seconds,
-            env=ask._environment() | {"PYTHONHASHSEED": "0"},
-        )  # fmt: skip
-    except subprocess.TimeoutExpired as error:
-        raise EnvironmentFailedError(
-            f"the pickles of legacy files were not made within {timeout_seconds:g} s"
-        ) from error
-    if done.returncode or not done.stdout:
-        tail = "\n".join(done.stderr.splitlines()[-_SHOWN_LINES:])
-        raise EnvironmentFailedError(
-            f"the process that makes pickles of legacy files ended with code {done.returncode}:\n{tail}"
-        )
-    answer: dict[str, Any] = json.loads(done.stdout)
-    if "damaged" in answer:
-        raise DamagedError(answer["damaged"])
-    if "unsupported" in answer:
-        raise UnsupportedError(answer["unsupported"])
-    files: list[dict[str, Any]] = answer["files"]
+    process = ask.start("ckptguard.megatron.legacy_pickles_worker")
+    doing = "make the pickles of legacy files"
+    files: list[dict[str, Any]] = ask.answer_of(process, question, doing=doing, timeout_seconds=timeout_seconds)[
+        "files"
+    ]
     return files
 
 

@@ -6,9 +6,7 @@ process of its own, ``restate_worker``: the values are objects of Megatron's cla
 
 from __future__ import annotations
 
-import json
 import subprocess
-import sys
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,13 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ckptguard.core.errors import DamagedError, EnvironmentFailedError, UnsupportedError
-from ckptguard.core.problems import Problem
 from ckptguard.megatron import ask
 from ckptguard.megatron.structure import Buffer
 
 OptimizerFormat = Literal["dp_reshardable", "fully_reshardable", "plain"]
-_SHOWN_LINES = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +138,7 @@ def started_early() -> Iterator[None]:
 
 
 def _start() -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "ckptguard.megatron.restate_worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, env=ask._environment() | {"PYTHONHASHSEED": "0"},
-    )  # fmt: skip
+    return ask.start("ckptguard.megatron.restate_worker")
 
 
 def _as_json(question: Restate) -> dict[str, Any]:
@@ -186,23 +178,4 @@ def _buffer(buffer: Buffer) -> dict[str, Any]:
 
 def _answer(question: Mapping[str, Any], timeout_seconds: float) -> dict[str, Any]:
     process = _STARTED.pop() if _STARTED else _start()
-    try:
-        answered, said = process.communicate(json.dumps(question), timeout=timeout_seconds)
-    except subprocess.TimeoutExpired as error:
-        raise EnvironmentFailedError(
-            f"Megatron Core did not read the common state within {timeout_seconds:g} s"
-        ) from error
-    finally:
-        process.kill()
-        process.wait()
-    if process.returncode != 0 or not answered:
-        tail = "\n".join(said.splitlines()[-_SHOWN_LINES:])
-        raise EnvironmentFailedError(
-            f"the process that reads common state with Megatron Core ended with code {process.returncode}:\n{tail}"
-        )
-    answer: dict[str, Any] = json.loads(answered)
-    if "unsupported" in answer:
-        raise UnsupportedError(answer["unsupported"], next_step=answer["next_step"])
-    if "damaged" in answer:
-        raise DamagedError(answer["damaged"], problems=[Problem("unreadable", answer["damaged"])])
-    return answer
+    return ask.answer_of(process, question, doing="read the common state", timeout_seconds=timeout_seconds)

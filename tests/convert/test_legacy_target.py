@@ -43,7 +43,7 @@ from ckptguard.megatron.legacy_pickles import (
     rank_pickles,
     to_plain,
 )
-from ckptguard.megatron.legacy_pickles_worker import NoGroupsError, extra_states
+from ckptguard.megatron.legacy_pickles_worker import NoGroupsError
 from ckptguard.megatron.structure import (
     Bucket,
     Buffer,
@@ -54,6 +54,7 @@ from ckptguard.megatron.structure import (
     Structures,
     structures_for,
 )
+from ckptguard.megatron.worker import extra_states
 from ckptguard.testing import recipes
 
 FROZEN = Path(__file__).resolve().parents[2] / "fixtures" / "megatron-0.19"
@@ -344,7 +345,7 @@ def test_extra_states_of_a_model_chunk() -> None:
 
     chunk = Module(None)
     chunk.te = Module(torch.empty(0, dtype=torch.uint8))
-    assert [ExtraState(**one) for one in extra_states(chunk)] == [
+    assert [ExtraState(*one) for one in extra_states(chunk)] == [
         ExtraState("_extra_state", False),
         ExtraState("te._extra_state", True),
     ]
