@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ckptguard.core.boxes import Box, meetings, whole
+from ckptguard.core.boxes import Box, Meetings, whole
 from ckptguard.core.dtypes import DType
 from ckptguard.core.index import Chunk, Encoding, TensorEntry
 from ckptguard.core.pieces import Assembly, Piece, row_major
@@ -58,9 +58,9 @@ class GlobalTensor:
         return whole(self.shape).numel
 
     @cached_property
-    def boxes(self) -> list[Box]:
-        """Those of the cells."""
-        return [cell.box for cell in self.cells]
+    def meetings(self) -> Meetings:
+        """Which cells a box meets."""
+        return Meetings([cell.box for cell in self.cells])
 
 
 class SourceTable(Mapping[str, Source]):
@@ -102,7 +102,7 @@ class State:
         self.sources = sources
 
     def assembly(self, name: str, box: Box) -> Assembly:
-        """What one box of a tensor is made of; ``assemblies`` is faster for many."""
+        """As ``assemblies``, of one box."""
         return self.assemblies(name, [box])[0]
 
     def assemblies(self, name: str, boxes: Sequence[Box]) -> list[Assembly]:
@@ -114,26 +114,30 @@ class State:
             KeyError: There is no such tensor.
         """
         tensor = self.tensors[name]
-        pieces: list[list[Piece]] = [[] for _ in boxes]
-        for i, j, common in meetings(boxes, tensor.boxes):
-            cell, box = tensor.cells[j], boxes[i]
+        rows = tensor.shape[0] if tensor.shape else 0
+        return [
+            _with_zero_rows(
+                Assembly(box.size, tuple(self._meeting(tensor, box))), rows - box.offset[0] if box.size else 0
+            )
+            for box in boxes
+        ]
+
+    def _meeting(self, tensor: GlobalTensor, box: Box) -> Iterator[Piece]:
+        """Pieces of a box, from every cell that it meets."""
+        for j, common in tensor.meetings.of(box):
+            cell = tensor.cells[j]
             if common == cell.box == box and isinstance(cell.of, Stored):
-                pieces[i].append(self._all_of(cell.of))
+                yield self._all_of(cell.of)
                 continue
             inside, corner = common.relative_to(cell.box), common.relative_to(box).offset
             if isinstance(cell.of, Stored):
-                pieces[i].append(self._part(cell.of, inside, corner))
+                yield self._part(cell.of, inside, corner)
                 continue
             for piece in cell.of.pieces:
                 part = piece.within(inside)
                 if part is not None:
                     moved = zip(part.offset, inside.offset, corner, strict=True)
-                    pieces[i].append(replace(part, offset=tuple(o - a + c for o, a, c in moved)))
-        rows = tensor.shape[0] if tensor.shape else 0
-        return [
-            _with_zero_rows(Assembly(box.size, tuple(parts)), rows - box.offset[0] if box.size else 0)
-            for box, parts in zip(boxes, pieces, strict=True)
-        ]
+                    yield replace(part, offset=tuple(o - a + c for o, a, c in moved))
 
     def _all_of(self, stored: Stored) -> Piece:
         """A chunk that goes along uncut: most of them do, and there may be hundreds of thousands."""

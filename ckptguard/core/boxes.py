@@ -121,28 +121,44 @@ def meetings(first: Sequence[Box], second: Sequence[Box]) -> Iterator[tuple[int,
     The second boxes must not overlap each other. They are sorted along the dim where they have the most distinct offsets,
     so each of the first looks at its neighbours only; one that is also a box of the second meets nothing else.
     """
-    filled = [j for j, box in enumerate(second) if box.numel]
-    if not filled:
-        return
-    dims = len(second[filled[0]].size)
-    sweep = max(range(dims), key=lambda d: len({second[j].offset[d] for j in filled}), default=None)
-    if sweep is None:
-        yield from ((i, j, box) for i, box in enumerate(first) for j in filled)
-        return
-    filled.sort(key=lambda j: second[j].offset[sweep])
-    offsets = [second[j].offset[sweep] for j in filled]
-    longest = max(second[j].size[sweep] for j in filled)
-    same = {second[j]: j for j in filled}
+    found = Meetings(second)
     for i, box in enumerate(first):
-        if (twin := same.get(box)) is not None:
-            yield i, twin, box
-            continue
-        low = bisect_right(offsets, box.offset[sweep] - longest)
-        high = bisect_left(offsets, box.end[sweep])
-        for j in filled[low:high]:
-            common = box.intersect(second[j])
+        for j, common in found.of(box):
+            yield i, j, common
+
+
+class Meetings:
+    """As ``meetings``, for boxes that come one by one: the second boxes are sorted once."""
+
+    def __init__(self, second: Sequence[Box]) -> None:
+        self._boxes = second
+        filled = [j for j, box in enumerate(second) if box.numel]
+        dims = len(second[filled[0]].size) if filled else 0
+        self._sweep = max(range(dims), key=lambda d: len({second[j].offset[d] for j in filled}), default=None)
+        self._filled = filled
+        self._offsets: list[int] = []
+        self._longest = 0
+        self._same = {second[j]: j for j in filled}
+        if self._sweep is not None:
+            sweep = self._sweep
+            filled.sort(key=lambda j: second[j].offset[sweep])
+            self._offsets = [second[j].offset[sweep] for j in filled]
+            self._longest = max(second[j].size[sweep] for j in filled)
+
+    def of(self, box: Box) -> Iterator[tuple[int, Box]]:
+        """(index in second, common part) of every one that shares an element with a box."""
+        if (twin := self._same.get(box)) is not None:
+            yield twin, box
+            return
+        if self._sweep is None:
+            yield from ((j, box) for j in self._filled)
+            return
+        low = bisect_right(self._offsets, box.offset[self._sweep] - self._longest)
+        high = bisect_left(self._offsets, box.end[self._sweep])
+        for j in self._filled[low:high]:
+            common = box.intersect(self._boxes[j])
             if common is not None:
-                yield i, j, common
+                yield j, common
 
 
 def split_rows(box: Box, most: int) -> Iterator[Box]:
