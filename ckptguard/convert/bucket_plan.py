@@ -30,13 +30,13 @@ def of_buckets(state: State, target: Target, rank: RankStructure) -> Iterator[Wa
 
 def _of_bucket(state: State, key: str, bucket: Bucket, ranks: Sequence[int], kinds: Sequence[str]) -> Iterator[Wanted]:
     share = bucket.padded // len(ranks)
-    known: dict[tuple[str, str], Assembly] = {}
+    known: dict[tuple[str, int], Assembly] = {}
     for number, rank in enumerate(ranks):
         for place, begin, end in _shares(bucket, number * share, min((number + 1) * share, bucket.numel)):
             for kind in kinds:
                 made, run = of_source("", (end - begin,)), 0
                 if place is not None:
-                    which = (kind, place.tensor.name)
+                    which = (kind, place.begin)
                     known[which] = known.get(which) or local_state(state, kind, place.tensor)
                     made, run = known[which], begin - place.begin
                 yield Wanted(rank, f"{key}.{kind}", (bucket.numel,), Box((begin,), (end - begin,)), made, run)
