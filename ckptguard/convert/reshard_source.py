@@ -17,8 +17,8 @@ from ckptguard.core.errors import DamagedError, UnsupportedError, UsageError
 from ckptguard.core.index import Chunk, Index, Span, TensorEntry
 from ckptguard.core.pieces import of_source
 from ckptguard.core.plan import Made, Stored
-from ckptguard.core.problems import Problem
 from ckptguard.engine import structure as checks
+from ckptguard.engine.contents import wrong_crc
 from ckptguard.fingerprint.manifest import FILE_NAME
 from ckptguard.formats.base import Checkpoint
 from ckptguard.formats.facts import kind_of_name
@@ -112,11 +112,9 @@ class ReshardSource:
         def check(crc32: int) -> None:
             at = self.checkpoint.reader.locate(stored.entry, stored.chunk)
             if at.crc32 is not None and at.crc32 != crc32 and at.span.length_bytes == made.size_bytes:
-                file, where = at.span.file, f"{stored.entry.name} {stored.chunk.box}"
-                message = f"{file}: {where}: its bytes do not match the CRC-32 stored beside them"
-                problem = Problem("crc", message, file=file, tensor=stored.entry.name, box=stored.chunk.box)
+                problem = wrong_crc(at.span.file, stored.entry.name, stored.chunk.box)
                 raise DamagedError(
-                    f"{self.index.location}: damaged: {message}", problems=[problem], next_step=GET_AGAIN
+                    f"{self.index.location}: damaged: {problem.message}", problems=[problem], next_step=GET_AGAIN
                 )
 
         return check

@@ -9,16 +9,12 @@ from ckptguard.core.boxes import Box
 from ckptguard.core.errors import DamagedError, UnsupportedError
 from ckptguard.core.index import Chunk, Index, ObjectEntry, Span, TensorEntry
 from ckptguard.core.problems import Problem
+from ckptguard.engine.checksums import crc32
 from ckptguard.engine.structure import rank_of
 from ckptguard.engine.workers import SILENT, Buffers, Progress, run
 from ckptguard.formats.base import Checkpoint
 from ckptguard.formats.chunks import Located, Reader
 from ckptguard.formats.pickles import FENCE
-
-try:  # the same sums at 15 times the speed, where it is installed
-    from isal.isal_zlib import crc32
-except ImportError:
-    from zlib import crc32
 
 Place = tuple[TensorEntry, Chunk]
 Found = list[tuple[Place, Located]]
@@ -127,11 +123,16 @@ def check_crcs(
         progress.advance(record.span.length_bytes)
         if ok:
             return None
-        file, where = record.span.file, f"{name} {box}" if box else f"object {name}"
-        message = f"{file}: {where}: its bytes do not match the CRC-32 stored beside them"
-        return Problem("crc", message, file=file, tensor=name, box=box, rank=rank_of(file))
+        return wrong_crc(record.span.file, name, box)
 
     return [p for p in run(items, work, threads=threads) if p is not None], total
+
+
+def wrong_crc(file: str, name: str, box: Box | None) -> Problem:
+    """What is said of a chunk, or of an object (which has no box), whose bytes changed."""
+    where = f"{name} {box}" if box else f"object {name}"
+    message = f"{file}: {where}: its bytes do not match the CRC-32 stored beside them"
+    return Problem("crc", message, file=file, tensor=name, box=box, rank=rank_of(file))
 
 
 @dataclass(frozen=True, slots=True)

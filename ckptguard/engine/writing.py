@@ -14,12 +14,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from ckptguard.core.errors import UsageError
 from ckptguard.core.writing import (
-    Closing,
-    Elements,
-    Ending,
     Fill,
-    Literal,
-    Piece,
     TargetFile,
     Window,
     WritePlan,
@@ -30,12 +25,8 @@ from ckptguard.engine.staging import Staging
 from ckptguard.engine.workers import BUFFER_BYTES, SILENT, Progress, aligned_buffer, default_threads
 from ckptguard.engine.write_calls import create, start_writeback, store, writing
 from ckptguard.engine.write_digests import FileHasher
+from ckptguard.engine.write_windows import Closings, provide
 from ckptguard.fingerprint.manifest import FileDigest
-
-try:  # the same sums at 15 times the speed, where it is installed
-    from isal.isal_zlib import crc32
-except ImportError:
-    from zlib import crc32
 
 _PAGE_BYTES = 4096
 _WRITEBACK_BYTES = 16 << 20
@@ -106,25 +97,13 @@ class _OpenFile:
         self.digested_bytes = 0
         self.stored_bytes = 0
         self._hasher = FileHasher(self.size_bytes)
-        self._crc = 0
-        self._crcs: list[int] = []
+        self._closings = Closings()
         self._writeback = threading.Lock()
         self._begun_bytes = 0
 
     def digest(self, window: Window, view: memoryview) -> None:
         """Digests the window whose turn it is, after its closing parts and its ending are made."""
-        at = 0
-        for piece in window.pieces:
-            part = view[at : at + piece.length_bytes]
-            at += piece.length_bytes
-            if piece.closes:
-                self._crc = crc32(part, self._crc)
-            elif isinstance(piece.part, Closing):
-                part[:] = piece.part.make(self._crc)
-                self._crcs.append(self._crc)
-                self._crc = 0
-            elif isinstance(piece.part, Ending):
-                part[:] = piece.part.make(tuple(self._crcs))
+        self._closings.make(window, view)
         self._hasher.update(view)
 
     def start_writeback(self, end_bytes: int) -> None:
@@ -202,7 +181,7 @@ class _Run:
                     window.offset_bytes % _PAGE_BYTES
                 )  # buffer and file cross pages together: the kernel copies faster
                 view = buffer[begin : begin + window.length_bytes]
-                self._provide(window.pieces, view)
+                provide(self._fill, window.pieces, view)
                 self._in_turn(file, window, view)
                 self._store(file, window, view)
         except _Stopped:
@@ -219,17 +198,6 @@ class _Run:
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
-
-    def _provide(self, pieces: Sequence[Piece], view: memoryview) -> None:
-        """Puts everything but closing parts and endings into the view."""
-        at = 0
-        for piece in pieces:
-            part, begin, end = piece.part, piece.begin_bytes, piece.begin_bytes + piece.length_bytes
-            if isinstance(part, Elements):
-                self._fill(part.key, begin, view[at : at + piece.length_bytes])
-            elif isinstance(part, Literal):
-                view[at : at + piece.length_bytes] = memoryview(part.data)[begin:end]
-            at += piece.length_bytes
 
     def _in_turn(self, file: _OpenFile, window: Window, view: memoryview) -> None:
         """Digests a window when all bytes before it are digested."""

@@ -20,7 +20,7 @@ from write_cases import LAST, MEMORY_BYTES, Source, expected, plan, run, tree
 
 from ckptguard.core.errors import EnvironmentFailedError, UsageError
 from ckptguard.core.writing import Closing, Elements, Ending, Literal, TargetFile, WritePlan, widest_piece, windows
-from ckptguard.engine import write_calls, writing
+from ckptguard.engine import write_calls, write_windows, writing
 from ckptguard.engine.digests import file_digests
 from ckptguard.engine.staging import Staging
 from ckptguard.engine.workers import SILENT
@@ -81,7 +81,7 @@ def test_the_bytes_and_digests_are_those_of_the_plan(tmp_path, seed, threads):
 
 def test_without_isal_the_sums_are_the_same(tmp_path, monkeypatch):
     of = plan(1)
-    monkeypatch.setattr(writing, "crc32", zlib.crc32)
+    monkeypatch.setattr(write_windows, "crc32", zlib.crc32)
     _, staging = written(tmp_path / "dst", of, Source(of))
     assert (staging / of.files[1].path).read_bytes() == expected(of)[of.files[1].path]
 
