@@ -7,21 +7,18 @@ no caller is asked to host it. Nothing is kept on disk; a question takes about 4
 from __future__ import annotations
 
 import gc
-import json
-import os
-import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from ckptguard.core.errors import DamagedError, EnvironmentFailedError, UnsupportedError
-from ckptguard.core.problems import Problem
+from ckptguard.core.errors import UnsupportedError
+from ckptguard.megatron import process
+from ckptguard.megatron.process import TIMEOUT_SECONDS
 from ckptguard.megatron.refusals import refuse
 
-TIMEOUT_SECONDS = 900.0
-_SHOWN_LINES = 12
+_MODULE = "ckptguard.megatron.ask"
 
 
 Question = tuple[Mapping[str, object], Mapping[str, object], str | None]
@@ -62,102 +59,27 @@ def put(question: Mapping[str, object], *, timeout_seconds: float = TIMEOUT_SECO
         UnsupportedError: Megatron or Bridge cannot do what is asked; says why.
         EnvironmentFailedError: The process ended without an answer, or ran too long.
     """
-    process = _STARTED.pop() if _STARTED and question["kind"] == "hf" else _start(_imports(question))
-    return answer_of(process, question, doing="describe the model", timeout_seconds=timeout_seconds)
+    waiting = process.start(_MODULE, _imports(question))
+    return process.answer_of(waiting, question, doing="describe the model", timeout_seconds=timeout_seconds)
 
 
-def answer_of(
-    process: subprocess.Popen[str], question: Mapping[str, object], *, doing: str, timeout_seconds: float
-) -> dict[str, Any]:
-    """Puts a question to a process that waits for one, and ends the process.
-
-    Args:
-        process: Reads JSON from stdin and writes JSON to stdout.
-        question: Plain values.
-        doing: What it is asked to do, for messages: it "did not describe the model".
-        timeout_seconds: How long it may take.
-
-    Raises:
-        UnsupportedError: It answers that something is not supported.
-        DamagedError: It answers that what it was given is damaged.
-        EnvironmentFailedError: It ended without an answer, or ran too long.
-    """
-    try:
-        answered, said = process.communicate(json.dumps(question, default=str), timeout=timeout_seconds)
-    except subprocess.TimeoutExpired as error:
-        raise EnvironmentFailedError(f"Megatron Core did not {doing} within {timeout_seconds:g} s") from error
-    finally:
-        process.kill()
-        process.wait()
-    if process.returncode != 0 and not answered:
-        tail = "\n".join(said.splitlines()[-_SHOWN_LINES:])
-        raise EnvironmentFailedError(
-            f"the process in which Megatron Core was to {doing} ended with code {process.returncode}:\n{tail}"
-        )
-    answer: dict[str, Any] = json.loads(answered)
-    if "unsupported" in answer:
-        raise UnsupportedError(answer["unsupported"], next_step=answer.get("next_step", ""))
-    if "damaged" in answer:
-        raise DamagedError(answer["damaged"], problems=[Problem("unreadable", answer["damaged"])])
-    return answer
-
-
-_STARTED: list[subprocess.Popen[str]] = []
-
-
-@contextmanager
-def started_early() -> Iterator[None]:
+def started_early() -> AbstractContextManager[None]:
     """Starts the process for a question about a snapshot now, so that it imports while the caller does other things."""
-    process = _start("hf")
-    _STARTED.append(process)
-    try:
-        yield
-    finally:
-        _STARTED.clear()
-        process.kill()
-        process.communicate()
-
-
-def _start(kind: str) -> subprocess.Popen[str]:
-    return start("ckptguard.megatron.ask", kind)
-
-
-def start(module: str, *arguments: str) -> subprocess.Popen[str]:
-    """A process for ``answer_of``: a module of ours that runs Megatron, without the caller's ranks and GPUs.
-
-    Sets are stored in one order whenever it is asked, so that the same question gives the same bytes.
-    """
-    return subprocess.Popen(  # noqa: S603 - our own interpreter and module
-        [sys.executable, "-m", module, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, env=_environment() | {"PYTHONHASHSEED": "0"},
-    )  # fmt: skip
-
-
-def _environment() -> dict[str, str]:
-    """The caller's, without its ranks and its GPUs: every answer is the same with and without them."""
-    own = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    package_root = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, [package_root, own.get("PYTHONPATH")]))
-    return own | {
-        "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCHDYNAMO_DISABLE": "1",
-        "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore",
-    }  # fmt: skip
+    return process.started_early(_MODULE, "hf")
 
 
 def main() -> None:
-    """Reads a question from stdin and writes the answer to stdout; all else that is printed goes to stderr."""
-    answer_to = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    """Answers one question."""
+    process.serve(_answer, _prepare)
+
+
+def _prepare() -> None:
     gc.disable()  # imports make many objects and no garbage
-    with suppress(ImportError):  # said when the question is answered
+    try:
         _IMPORTS[sys.argv[1]]()
-    gc.freeze()
-    gc.enable()
-    question = json.load(sys.stdin)
-    with answer_to:
-        json.dump(_answer(question), answer_to)
-    sys.stderr.flush()
-    os._exit(0)  # taking all modules down would take a while
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def import_for_snapshots() -> None:
@@ -198,7 +120,7 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
         _IMPORTS[_imports(question)]()
         from ckptguard.megatron import hf_worker, worker
     except ImportError as error:
-        return _refusal(f"Megatron Core cannot be imported here: {error}", "Install megatron-core 0.19 or newer.")
+        return process.no_megatron(error)
     try:
         if question["kind"] == "hf":
             return hf_worker.describe(question)

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ckptguard.megatron import ask
-from ckptguard.megatron.ask import TIMEOUT_SECONDS
+from ckptguard.megatron import process
+from ckptguard.megatron.process import TIMEOUT_SECONDS
 
 OPTIMIZER_STATES = ("param", "exp_avg", "exp_avg_sq")
 """What ``distrib_optim.pt`` has of every buffer, in this order, when the optimizer is Adam."""
@@ -139,9 +139,9 @@ def rank_pickles(
 
 
 def _answer(question: Mapping[str, Any], timeout_seconds: float) -> list[dict[str, Any]]:
-    process = ask.start("ckptguard.megatron.legacy_pickles_worker")
+    waiting = process.start("ckptguard.megatron.legacy_pickles_worker")
     doing = "make the pickles of legacy files"
-    files: list[dict[str, Any]] = ask.answer_of(process, question, doing=doing, timeout_seconds=timeout_seconds)[
+    files: list[dict[str, Any]] = process.answer_of(waiting, question, doing=doing, timeout_seconds=timeout_seconds)[
         "files"
     ]
     return files

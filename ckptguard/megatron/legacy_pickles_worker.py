@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import base64
 import io
-import json
-import os
 import pickle
-import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +19,7 @@ from typing import Any
 import torch
 
 from ckptguard.core.dtypes import BY_NAME, BY_STORAGE_CLASS
-from ckptguard.megatron import safe_loading
+from ckptguard.megatron import process, safe_loading
 from ckptguard.megatron.legacy_pickles import OPTIMIZER_STATES
 
 _PROTOCOL = 2  # torch/serialization.py DEFAULT_PROTOCOL
@@ -35,20 +32,15 @@ class NoGroupsError(ValueError):
 
 
 def main() -> None:
-    """Reads a question from stdin and writes the answer to stdout; all else that is printed goes to stderr."""
-    answer_to = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    with answer_to:
-        json.dump(_answer(json.load(sys.stdin)), answer_to)
-    sys.stderr.flush()
-    os._exit(0)  # taking all modules down would take a while
+    """Answers one question."""
+    process.serve(_answer, safe_loading.register)
 
 
 def _answer(question: dict[str, Any]) -> dict[str, Any]:
     try:
         safe_loading.register()
     except ImportError as error:
-        return {"unsupported": f"Megatron Core cannot be imported here: {error}"}
+        return process.no_megatron(error)
     try:
         common = _loaded(question["common"], "the common state")
         own = {path: {"rng_state": _loaded(data, "an RNG state")} for path, data in question["rng_states"].items()}

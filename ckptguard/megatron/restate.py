@@ -6,17 +6,17 @@ process of its own, ``restate_worker``: the values are objects of Megatron's cla
 
 from __future__ import annotations
 
-import subprocess
 from base64 import b64decode, b64encode
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ckptguard.megatron import ask
+from ckptguard.megatron import process
 from ckptguard.megatron.structure import Buffer
 
+_MODULE = "ckptguard.megatron.restate_worker"
 OptimizerFormat = Literal["dp_reshardable", "fully_reshardable", "plain"]
 
 
@@ -90,7 +90,7 @@ class Restated:
     notes: tuple[str, ...]
 
 
-def restate(question: Restate, *, timeout_seconds: float = ask.TIMEOUT_SECONDS) -> Restated:
+def restate(question: Restate, *, timeout_seconds: float = process.TIMEOUT_SECONDS) -> Restated:
     """Makes what is stored beside the tensors.
 
     Raises:
@@ -121,24 +121,9 @@ def restate(question: Restate, *, timeout_seconds: float = ask.TIMEOUT_SECONDS) 
     )
 
 
-_STARTED: list[subprocess.Popen[str]] = []
-
-
-@contextmanager
-def started_early() -> Iterator[None]:
+def started_early() -> AbstractContextManager[None]:
     """Starts the process now, so that it imports while the caller asks other things."""
-    process = _start()
-    _STARTED.append(process)
-    try:
-        yield
-    finally:
-        _STARTED.clear()
-        process.kill()
-        process.communicate()
-
-
-def _start() -> subprocess.Popen[str]:
-    return ask.start("ckptguard.megatron.restate_worker")
+    return process.started_early(_MODULE)
 
 
 def _as_json(question: Restate) -> dict[str, Any]:
@@ -177,5 +162,5 @@ def _buffer(buffer: Buffer) -> dict[str, Any]:
 
 
 def _answer(question: Mapping[str, Any], timeout_seconds: float) -> dict[str, Any]:
-    process = _STARTED.pop() if _STARTED else _start()
-    return ask.answer_of(process, question, doing="read the common state", timeout_seconds=timeout_seconds)
+    waiting = process.start(_MODULE)
+    return process.answer_of(waiting, question, doing="read the common state", timeout_seconds=timeout_seconds)

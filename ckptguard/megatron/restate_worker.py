@@ -9,42 +9,34 @@ and what is passed over), ``_build_sharded_state_dict_metadata``; megatron/core/
 from __future__ import annotations
 
 import io
-import json
-import os
 import pickle
 import re
-import sys
 from base64 import b64decode, b64encode
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 import torch
 
-from ckptguard.megatron import restate_common, restate_groups, restate_objects, restate_run_config, safe_loading
+from ckptguard.megatron import (
+    process,
+    restate_common,
+    restate_groups,
+    restate_objects,
+    restate_run_config,
+    safe_loading,
+)
 
 
 def main() -> None:
-    """Reads a question from stdin and writes the answer to stdout; all else that is printed goes to stderr."""
-    answer_to = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    with suppress(ImportError):  # said when the question is answered
-        safe_loading.register()
-    question = json.load(sys.stdin)
-    with answer_to:
-        json.dump(_answer(question), answer_to)
-    sys.stderr.flush()
-    os._exit(0)  # taking all modules down would take a while
+    """Answers one question."""
+    process.serve(_answer, safe_loading.register)
 
 
 def _answer(question: dict[str, Any]) -> dict[str, Any]:
     try:
         safe_loading.register()
     except ImportError as error:
-        return {
-            "unsupported": f"Megatron Core cannot be imported here: {error}",
-            "next_step": "Install megatron-core 0.19 or newer.",
-        }
+        return process.no_megatron(error)
     try:
         return answered(question)
     except restate_common.TooOldError as error:

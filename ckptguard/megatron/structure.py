@@ -13,7 +13,8 @@ from typing import Any
 
 from ckptguard.core.boxes import Box
 from ckptguard.core.index import Index
-from ckptguard.megatron.ask import TIMEOUT_SECONDS, Question, ask
+from ckptguard.megatron.ask import Question, ask
+from ckptguard.megatron.process import TIMEOUT_SECONDS
 from ckptguard.megatron.sampled import at_place
 
 At = Mapping[str, int]

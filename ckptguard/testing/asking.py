@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from ckptguard.core.errors import EnvironmentFailedError, UnsupportedError
-from ckptguard.megatron import ask, restate_worker, safe_loading
+from ckptguard.megatron import ask, process, restate_worker, safe_loading
 
 
 class Asking:
@@ -35,7 +35,7 @@ class Asking:
         self._lock = threading.Lock()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "ckptguard.testing.asking", kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            stderr=subprocess.DEVNULL, env=ask._environment(), start_new_session=True,
+            stderr=subprocess.DEVNULL, env=process.environment(), start_new_session=True,
         )  # fmt: skip
 
     def __enter__(self) -> Self:

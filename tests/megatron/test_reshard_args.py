@@ -19,7 +19,7 @@ from ckptguard.core.index import Index
 from ckptguard.formats.registry import open_checkpoint
 from ckptguard.layout.layouts import Layout
 from ckptguard.layout.possible import estimate
-from ckptguard.megatron import ask
+from ckptguard.megatron import ask, process
 from ckptguard.megatron.model_numbers import counts_of
 from ckptguard.megatron.reshard_args import TargetArgs, target_args
 from ckptguard.megatron.structure import RankStructure, rank_structures, structures_for
@@ -79,12 +79,12 @@ def parsed() -> dict[Model, list[dict[str, object]]]:
         (8, [*Recipe(name="", model=model, num_layers=4).megatron_flags(), "--global-batch-size", "8", *flags.split()])
         for model, flags in said
     ]
-    process = subprocess.run(
-        [sys.executable, str(WORKER)], input=json.dumps(questions), env=ask._environment(), capture_output=True, text=True,
+    done = subprocess.run(
+        [sys.executable, str(WORKER)], input=json.dumps(questions), env=process.environment(), capture_output=True, text=True,
         check=True,
     )  # fmt: skip
     out: dict[Model, list[dict[str, object]]] = {}
-    for (model, _), answer in zip(said, json.loads(process.stdout), strict=True):
+    for (model, _), answer in zip(said, json.loads(done.stdout), strict=True):
         assert isinstance(answer, dict), answer
         out.setdefault(model, []).append(answer)
     return out
