@@ -13,10 +13,10 @@ from typing import Literal
 
 from ckptguard.convert import dcp_names
 from ckptguard.convert.canonical import State
-from ckptguard.convert.import_plan import RankFile
 from ckptguard.convert.output import Output
 from ckptguard.convert.placing import COMMON_STATE, placed
 from ckptguard.convert.plain_optimizer import decays
+from ckptguard.convert.rank_files import RankFile
 from ckptguard.convert.reshard_plan import cut_rows, refuse_unfitting, target_shapes
 from ckptguard.convert.reshard_source import ReshardSource
 from ckptguard.convert.sources import state_name, state_of, states_in
@@ -95,7 +95,7 @@ def dcp_output(
 
     targets = tuple(TargetFile(f"{folder}/{file.name}", parts) for file, parts in on_disk)
     made = tuple(chunk for file in ranks for chunk in file.chunks)
-    return Output(made, targets, small, 1, cut_rows(source.state, shapes), (), read_back)
+    return Output(made, targets, small, cut_rows(source.state, shapes), (), read_back)
 
 
 def parameters(structures: Structures, args: Mapping[str, object]) -> dict[str, bool]:

@@ -7,13 +7,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from blake3 import blake3
 
 from ckptguard.convert import shards
 from ckptguard.convert.export_plan import ExportPlan, plan_export, use_of
 from ckptguard.convert.export_proof import prove, refuse_losses, refuse_other_constants
+from ckptguard.convert.iterations import stamps
 from ckptguard.convert.quantised import refuse_other_values, with_fp8
 from ckptguard.convert.reference import BRIDGE_FOLDER, CONFIG, Reference, own_reference, read_reference
 from ckptguard.core.dtypes import BY_NAME
@@ -251,13 +251,9 @@ def _identity(
     checkpoint: Checkpoint, plan: ExportPlan, small: Mapping[str, bytes], cut: shards.Shards, options: ExportOptions
 ) -> str:
     """Of everything that the bytes depend on; a source file is told by its name, size and time of last change."""
-    sources: list[Any] = []
-    for name in sorted({held.source.chunk.span.file for held in plan.held}):
-        stat = checkpoint.files.checked_path(name).stat()
-        sources.append([name, stat.st_size, stat.st_mtime_ns])
     body = {
         "rules": 1,
-        "sources": sources,
+        "sources": stamps(checkpoint, sorted({held.source.chunk.span.file for held in plan.held})),
         "files": {name: blake3(data).hexdigest() for name, data in sorted(small.items())},
         "shards": {file: list(names) for file, names in cut.names.items()},
         "tensors": blake3(repr(plan.tensors).encode()).hexdigest(),

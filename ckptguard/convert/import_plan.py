@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptguard.convert.mapped import Mapped, is_whole
-from ckptguard.core.boxes import Box, overlaps
+from ckptguard.convert.rank_files import RankFile, grouped, refuse_holes
+from ckptguard.core.boxes import Box
 from ckptguard.core.dtypes import BY_NAME, DType
 from ckptguard.core.errors import UnsupportedError
 from ckptguard.core.index import TensorEntry
@@ -21,15 +22,6 @@ _COMPUTED_BUFFERS = {
     "attn.masked_bias": "a constant of old transformers releases",
     "attn.bias": "a mask, computed when the model is built",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class RankFile:
-    """What one rank's file holds: objects, then chunks in the order in which the rank reads them."""
-
-    rank: int
-    objects: tuple[str, ...]
-    chunks: tuple[Made, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +85,10 @@ def plan_import(
                 chunks.append(
                     Made(part.key, dtype_of[part.key], part.shape, part.box, mapped.assembly(part.key, part.box))
                 )
-        # Megatron writes all parts of a key together, keys as they first come.
-        place = {key: i for i, key in enumerate(dict.fromkeys(chunk.name for chunk in chunks))}
-        chunks.sort(key=lambda chunk: place[chunk.name])
         objects = tuple(name for name in dict.fromkeys(rank.objects) if name not in written)
         written.update(objects)
         if chunks or objects:
-            files.append(RankFile(rank.number, objects, tuple(chunks)))
+            files.append(RankFile(rank.number, objects, grouped(chunks)))
     _refuse_holes(structure, files, taken)
     copies, unused = _left_over(structure, tensors, sources, drop)
     return ImportPlan(tuple(files), sources, copies, unused)
@@ -140,15 +129,7 @@ def _refuse_holes(structure: Structure, files: Sequence[RankFile], taken: Mappin
                     f"{chunk.name} {chunk.box}: Bridge's mapping leaves elements of it without a source"
                 )
     for key, shape in structure.keys.items():
-        boxes = list(taken.get(key, ()))
-        volume = 1
-        for n in shape:
-            volume *= n
-        if sum(box.numel for box in boxes) != volume or next(overlaps(boxes), None):
-            raise UnsupportedError(
-                f"{key}: the ranks of this layout own {sum(box.numel for box in boxes)} of its {volume} elements",
-                next_step="Choose another layout; with this one Megatron would lose part of the model.",
-            )
+        refuse_holes(key, shape, list(taken.get(key, ())))
 
 
 def _dtype(mapped: Mapped, key: str, sources: Mapping[str, Source], rules: Sequence[tuple[str, str]]) -> DType:

@@ -6,11 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from blake3 import blake3
 
 from ckptguard.convert.import_plan import ImportPlan, plan_import
+from ckptguard.convert.iterations import folder_of, last_files, refuse_damage, stamps
 from ckptguard.convert.placing import COMMON_STATE, placed, with_common_state
 from ckptguard.convert.proof import prove
 from ckptguard.convert.quantised import SCALES_FILE
@@ -21,7 +22,6 @@ from ckptguard.core.pieces import of_source
 from ckptguard.core.plan import Made
 from ckptguard.core.problems import Problem
 from ckptguard.core.writing import TargetFile, WritePlan
-from ckptguard.engine import structure as checks
 from ckptguard.engine.filling import Filler
 from ckptguard.engine.fingerprints import fingerprint_checkpoint
 from ckptguard.engine.proving import Summing
@@ -133,7 +133,7 @@ def prepare(checkpoint: Checkpoint, model_id: str, options: ImportOptions, *, pr
     _refuse_damage(checkpoint)
     tensors = checkpoint.index.tensors
     config = json.loads(checkpoint.files.read("config.json"))
-    folder = "release" if options.iteration == "release" else f"iter_{options.iteration:07d}"
+    folder = folder_of(options.iteration)
     structure = ask_structure(
         checkpoint.files.root, config, {name: (e.dtype.name, e.shape) for name, e in tensors.items()}, options.layout,
         dtype=model_dtype(checkpoint), pad_vocabulary_to=options.pad_vocabulary_to,
@@ -205,20 +205,9 @@ def run_import(
             proved, prints = proof.tensors, proof.written
         digests |= {f"{folder}/{name}": digest_of(data) for name, data in prepared.small.items()}
         manifest = manifest_of(digests, prints, below=folder)
-        staging.commit({**_last(prepared, manifest.to_bytes()), **prepared.root_files})
+        staging.commit({**last_files(folder, prepared.small, manifest.to_bytes()), **prepared.root_files})
     written = sum(d.size_bytes for d in digests.values())
     return Imported(dst, manifest.seal, proved, written)
-
-
-def _last(prepared: Prepared, manifest: bytes) -> dict[str, bytes]:
-    """The small files of the iteration directory in an order in which nothing looks whole before it is.
-
-    The index comes after the manifest that it must fit, Megatron's marker after the index.
-    """
-    markers = (".metadata", "metadata.json")
-    first = {name: data for name, data in prepared.small.items() if name not in markers}
-    files = {**first, FILE_NAME: manifest, **{name: prepared.small[name] for name in markers}}
-    return {f"{prepared.folder}/{name}": data for name, data in files.items()}
 
 
 def model_dtype(checkpoint: Checkpoint) -> str:
@@ -236,13 +225,9 @@ def _refuse_damage(checkpoint: Checkpoint) -> None:
             f"{checkpoint.index.location}: a {checkpoint.index.format} checkpoint, not a Hugging Face snapshot",
             next_step="Megatron checkpoints are exported with `ckptguard export`.",
         )
-    problems = [problem for problem in checks.check(checkpoint.index) if problem.is_damage]
-    if problems:
-        raise DamagedError(
-            f"{checkpoint.index.location}: damaged, so it is not imported: {checks.said(problems)}",
-            problems=problems,
-            next_step="Run `ckptguard verify` for the list; download again what it names.",
-        )
+    refuse_damage(
+        checkpoint, doing="imported", next_step="Run `ckptguard verify` for the list; download again what it names."
+    )
     if "config.json" not in checkpoint.files.listing:
         raise DamagedError(
             f"{checkpoint.files.root}: no config.json, so the model is not known",
@@ -299,14 +284,9 @@ def _identity(
     options: ImportOptions,
 ) -> str:
     """Of everything that the bytes depend on; a source file is told by its name, size and time of last change."""
-    sources: list[Any] = []
-    for name, entry in checkpoint.files.listing.items():
-        if name.endswith(".safetensors"):
-            stat = checkpoint.files.checked_path(name).stat()
-            sources.append([name, entry.size_bytes, stat.st_mtime_ns])
     body = {
         "rules": 1,
-        "sources": sources,
+        "sources": stamps(checkpoint, (n for n in checkpoint.files.listing if n.endswith(".safetensors"))),
         "files": {n: blake3(data).hexdigest() for n, data in sorted({**small, **root}.items())},
         "chunks": blake3(repr([(f.rank, f.objects, f.chunks) for f in plan.files]).encode()).hexdigest(),
         "verify": options.verify,

@@ -142,12 +142,12 @@ def _checked(states: tuple[str, ...], structures: Structures) -> tuple[str, ...]
         raise UnsupportedError(
             f"legacy files hold the optimizer states {', '.join(OPTIMIZER_STATES)}; the source has"
             f" {', '.join(sorted(states))}",
-            next_step="Convert the weights alone with --optimizer none, or choose --format torch_dist.",
+            next_step="Convert the weights alone with --optimizer none, or choose --to torch_dist.",
         )
     if structures.no_buckets:
         raise UnsupportedError(
             f"where optimizer state stands in legacy files is not known for this run: {structures.no_buckets}",
-            next_step="Convert the weights alone with --optimizer none, or choose --format torch_dist.",
+            next_step="Convert the weights alone with --optimizer none, or choose --to torch_dist.",
         )
     return OPTIMIZER_STATES
 
@@ -166,7 +166,7 @@ def _file_ranks(structures: Structures) -> dict[str, RankStructure]:
             raise UnsupportedError(
                 f"legacy files name a rank's folder by its tensor, pipeline and expert rank; in this layout {folder} is that of"
                 f" ranks {known.rank} and {rank.rank}, which hold different parts of the experts",
-                next_step="Choose an --etp that divides --tp, or --format torch_dist.",
+                next_step="Choose an --etp that divides --tp, or --to torch_dist.",
             )
         if _writes(rank) > _writes(known):
             out[folder] = rank

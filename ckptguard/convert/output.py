@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ckptguard.convert.canonical import State
-from ckptguard.convert.import_plan import RankFile
 from ckptguard.convert.legacy_target import MODEL_FILE, plan_legacy, target_files
 from ckptguard.convert.placing import COMMON_STATE, placed, with_common_state
+from ckptguard.convert.rank_files import RankFile
 from ckptguard.convert.reshard_plan import ReshardPlan, cut_rows, refuse_unfitting, target_shapes
 from ckptguard.convert.reshard_source import ReshardSource
 from ckptguard.convert.sources import state_of, states_in
@@ -38,8 +38,7 @@ class Output:
     Attributes:
         chunks: By the number under which elements of the files are asked for.
         files: Relative to the target's root.
-        small: Files that are written last, in this order, by name; those that make the whole readable come at the end.
-        markers: How many of ``small`` these are; the manifest stands before them.
+        small: Files that are written last, by name.
         rows: Rows of vocabulary padding that are left out, or (negative) added, by tensor.
         notes: Sentences for the user.
         read_back: Opens the written files: their global tensors, and the way to their bytes.
@@ -48,7 +47,6 @@ class Output:
     chunks: tuple[Made, ...]
     files: tuple[TargetFile, ...]
     small: Mapping[str, bytes]
-    markers: int
     rows: Mapping[str, int]
     notes: tuple[str, ...]
     read_back: ReadBack
@@ -85,7 +83,7 @@ def torch_dist_output(source: ReshardSource, target: Target, state: Restated, pl
         return state_of(index, target.structures), Checkpoint(index, written, Reader(written))
 
     targets = tuple(TargetFile(f"{folder}/{file.name}", parts) for file, parts in on_disk)
-    return Output(plan.chunks, targets, small, 2, plan.rows, tuple(notes), read_back)
+    return Output(plan.chunks, targets, small, plan.rows, tuple(notes), read_back)
 
 
 def _with_objects(
@@ -148,7 +146,7 @@ def legacy_output(source: ReshardSource, target: Target, state: Restated, folder
         return state_of(index, target.structures), Checkpoint(index, written, Reader(written))
 
     files = target_files(plan, pickles)
-    return Output(plan.chunks, files, {}, 0, cut_rows(source.state, shapes), (), read_back)
+    return Output(plan.chunks, files, {}, cut_rows(source.state, shapes), (), read_back)
 
 
 def _rng_states(source: ReshardSource, target: Target, folder: str) -> dict[str, bytes]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ckptguard.convert.import_plan import RankFile
+from ckptguard.convert.rank_files import RankFile
 from ckptguard.core.plan import Made
 from ckptguard.core.writing import Closing, Elements, Literal, Part
 from ckptguard.engine.proving import step_bytes

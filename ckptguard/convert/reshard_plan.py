@@ -11,13 +11,11 @@ from dataclasses import dataclass
 
 from ckptguard.convert.bucket_plan import names_in_buckets, of_buckets
 from ckptguard.convert.canonical import State
-from ckptguard.convert.import_plan import RankFile
+from ckptguard.convert.rank_files import RankFile, grouped, refuse_holes
 from ckptguard.convert.sources import split_state, state_name, states_in
 from ckptguard.convert.target import Target, Wanted
-from ckptguard.core.boxes import overlaps, whole
 from ckptguard.core.dtypes import DType
 from ckptguard.core.errors import UnsupportedError
-from ckptguard.core.pieces import Assembly
 from ckptguard.core.plan import Made
 from ckptguard.megatron.structure import LocalTensor, RankStructure
 
@@ -56,14 +54,15 @@ def plan_torch_dist(state: State, target: Target) -> ReshardPlan:
     _refuse_holes(wanted)
     dtype_of = _DTypes(state)
     files: dict[int, list[Made]] = {}
-    for item, assembly in zip(wanted, _assemblies(state, wanted), strict=True):
+    for item in wanted:
+        assembly = item.made if item.made is not None else state.assembly(item.name, item.box)
         made = Made(item.name, dtype_of(item.name), item.shape, item.box, assembly, run=item.run)
         files.setdefault(item.rank, []).append(made)
     objects: dict[int, list[str]] = {}
     for rank in target.structures.ranks:
         objects.setdefault(target.rank_of(rank), []).extend(rank.objects)
     ranks = sorted({*files, *(rank for rank, names in objects.items() if names)})
-    out = [RankFile(rank, tuple(objects.get(rank, ())), _grouped(files.get(rank, ()))) for rank in ranks]
+    out = [RankFile(rank, tuple(objects.get(rank, ())), grouped(files.get(rank, ()))) for rank in ranks]
     return ReshardPlan(tuple(out), cut_rows(state, shapes))
 
 
@@ -111,14 +110,6 @@ def refuse_unfitting(state: State, shapes: Mapping[str, tuple[int, ...]], *, kee
             next_step="Nothing was written. The args in the checkpoint must be those of the run that wrote it, and the"
             " installed megatron-core must know the model.",
         )
-
-
-def _grouped(chunks: Sequence[Made]) -> tuple[Made, ...]:
-    """Megatron writes all parts of a key together, keys as they first come."""
-    place: dict[str, int] = {}
-    for chunk in chunks:
-        place.setdefault(chunk.name, len(place))
-    return tuple(sorted(chunks, key=lambda chunk: place[chunk.name]))
 
 
 def _weights(target: Target) -> Iterator[Wanted]:
@@ -187,24 +178,4 @@ def _refuse_holes(wanted: Sequence[Wanted]) -> None:
     for item in wanted:
         by_name.setdefault(item.name, []).append(item)
     for name, items in by_name.items():
-        boxes = [item.box for item in items]
-        stored, numel = sum(box.numel for box in boxes), whole(items[0].shape).numel
-        if stored != numel or next(overlaps(boxes), None):
-            raise UnsupportedError(
-                f"{name}: the ranks of this layout own {stored} of its {numel} elements",
-                next_step="Choose another layout; with this one Megatron would lose part of the model.",
-            )
-
-
-def _assemblies(state: State, wanted: Sequence[Wanted]) -> list[Assembly]:
-    """What every chunk is made of, looked up one tensor at a time."""
-    by_name: dict[str, list[int]] = {}
-    for number, item in enumerate(wanted):
-        if item.made is None:
-            by_name.setdefault(item.name, []).append(number)
-    out: list[Assembly | None] = [item.made for item in wanted]
-    for name, numbers in by_name.items():
-        found = state.assemblies(name, [wanted[number].box for number in numbers])
-        for number, assembly in zip(numbers, found, strict=True):
-            out[number] = assembly
-    return [assembly for assembly in out if assembly is not None]
+        refuse_holes(name, items[0].shape, [item.box for item in items])

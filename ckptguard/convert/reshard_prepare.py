@@ -12,6 +12,7 @@ from blake3 import blake3
 from ckptguard.convert import dcp_names, plain_optimizer
 from ckptguard.convert.dcp_target import dcp_output, parameters
 from ckptguard.convert.gathered_state import is_gathered
+from ckptguard.convert.iterations import folder_of, stamps
 from ckptguard.convert.output import legacy_output, torch_dist_output
 from ckptguard.convert.reshard_plan import plan_torch_dist
 from ckptguard.convert.reshard_source import (
@@ -40,6 +41,7 @@ from ckptguard.formats.base import Checkpoint
 from ckptguard.formats.dcp import collector_paused
 from ckptguard.layout.layouts import Layout
 from ckptguard.layout.ranks import Grid
+from ckptguard.megatron.model_numbers import number
 from ckptguard.megatron.reshard_args import target_args
 from ckptguard.megatron.restate import Restate, Restated, restate, started_early
 from ckptguard.megatron.structure import Structures, structures_for
@@ -80,7 +82,9 @@ def _prepare(checkpoint: Checkpoint, options: ReshardOptions) -> ReshardPrepared
     own, structures, uncut = _ask(
         checkpoint.index, wanted.args, options.to, also_uncut=bool(options.replica_tp or options.tp_for)
     )
-    target = Target(structures, _grid(wanted.args), form, _instances(wanted.args))
+    target = Target(
+        structures, _grid(wanted.args), form, number(wanted.args, "num_distributed_optimizer_instances") or 1
+    )
     if form == "dp_reshardable" and structures.no_buckets:
         raise UnsupportedError(
             f"the target's optimizer buckets cannot be derived from the stored args: {structures.no_buckets}",
@@ -163,7 +167,7 @@ def _planned(
         if plan is not None and target.optimizer == "plain":
             plan = plain_optimizer.with_stored_names(plan)
     layout = layout_of(args)
-    folder = below + ("release" if source.iteration == "release" else f"iter_{source.iteration:07d}")
+    folder = below + folder_of(source.iteration)
     state = _restated(source, target, layout, changes, options)
     if plan is not None:
         output = torch_dist_output(source, target, state, plan, folder)
@@ -237,19 +241,13 @@ def _ask(
 
 def _grid(args: Mapping[str, object]) -> Grid:
     def size(name: str) -> int:
-        value = args.get(name)
-        return value if isinstance(value, int) and value > 0 else 1
+        return number(args, name) or 1
 
     return Grid(
         tp=size("tensor_model_parallel_size"), pp=size("pipeline_model_parallel_size"), cp=size("context_parallel_size"),
         dp=size("data_parallel_size"), etp=size("expert_tensor_parallel_size"), ep=size("expert_model_parallel_size"),
         stages_first=bool(args.get("use_tp_pp_dp_mapping")),
     )  # fmt: skip
-
-
-def _instances(args: Mapping[str, object]) -> int:
-    value = args.get("num_distributed_optimizer_instances")
-    return value if isinstance(value, int) and value > 0 else 1
 
 
 def _restated(
@@ -297,7 +295,7 @@ def _identity(
     """Of everything that the bytes depend on; a source file is told by its name, size and time of last change."""
     body: dict[str, Any] = {
         "rules": 1,
-        "sources": source.stamps(),
+        "sources": stamps(source.checkpoint, source.index.files),
         "files": {name: blake3(data).hexdigest() for name, data in sorted({**small, **root}.items())},
         "layout": layout.as_dict(),
         "optimizer": options.optimizer,

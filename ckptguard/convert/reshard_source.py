@@ -10,6 +10,7 @@ from typing import Literal
 
 from ckptguard.convert import dcp_names, gathered_state, plain_optimizer
 from ckptguard.convert.canonical import State
+from ckptguard.convert.iterations import refuse_damage
 from ckptguard.convert.sources import needs_structures, state_of
 from ckptguard.core.boxes import Box, whole
 from ckptguard.core.dtypes import BY_NAME
@@ -17,13 +18,13 @@ from ckptguard.core.errors import DamagedError, UnsupportedError, UsageError
 from ckptguard.core.index import Chunk, Index, Span, TensorEntry
 from ckptguard.core.pieces import of_source
 from ckptguard.core.plan import Made, Stored
-from ckptguard.engine import structure as checks
 from ckptguard.engine.contents import wrong_crc
 from ckptguard.fingerprint.manifest import FILE_NAME
 from ckptguard.formats.base import Checkpoint
 from ckptguard.formats.facts import kind_of_name
 from ckptguard.layout.layouts import Layout
 from ckptguard.megatron.legacy_names import to_global_view
+from ckptguard.megatron.model_numbers import number
 from ckptguard.megatron.structure import Structures
 
 _GROUP_STATE = re.compile(
@@ -119,13 +120,6 @@ class ReshardSource:
 
         return check
 
-    def stamps(self) -> list[tuple[str, int, int]]:
-        """(name, size in bytes, time of last change in ns) of every file: by this a changed source is known."""
-        files = self.checkpoint.files
-        return [
-            (n, entry.size_bytes, files.checked_path(n).stat().st_mtime_ns) for n, entry in self.index.files.items()
-        ]
-
     def side_files(self) -> tuple[Made, ...]:
         """Files that are no part of the format (tokenizer, loader state...), as chunks of bytes that are their own."""
         index = self.index
@@ -161,13 +155,9 @@ def refuse_unfit(checkpoint: Checkpoint) -> None:
             f"{index.location}: a Hugging Face snapshot has no layout to change",
             next_step="Make a Megatron checkpoint of it with `ckptguard import`.",
         )
-    problems = [problem for problem in checks.check(index) if problem.is_damage]
-    if problems:
-        raise DamagedError(
-            f"{index.location}: damaged, so it is not resharded: {checks.said(problems)}",
-            problems=problems,
-            next_step="Run `ckptguard verify` for the list; get again what it names.",
-        )
+    refuse_damage(
+        checkpoint, doing="resharded", next_step="Run `ckptguard verify` for the list; get again what it names."
+    )
     if not index.facts.args:
         raise UnsupportedError(
             f"{index.location}: no training args are stored, so the model is not known and Megatron cannot be asked where"
@@ -180,12 +170,10 @@ def layout_of(args: Mapping[str, object]) -> Layout:
     """The layout that training args say, VPP and uneven stages included."""
 
     def size(name: str, default: int = 1) -> int:
-        value = args.get(name)
-        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else default
+        return number(args, name) or default
 
     def count(name: str) -> int | None:
-        value = args.get(name)
-        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+        return number(args, name) or None
 
     tp, pp, cp = (size(f"{axis}_parallel_size") for axis in ("tensor_model", "pipeline_model", "context"))
     text = args.get("pipeline_model_parallel_layout")

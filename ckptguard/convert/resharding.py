@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from ckptguard.convert.iterations import last_files
 from ckptguard.convert.masters_sample import masters_note
 from ckptguard.convert.output import Output
 from ckptguard.convert.reshard_proof import Proof, merged, prove
@@ -28,7 +29,6 @@ from ckptguard.engine.staging import distrusted_if_damaged
 from ckptguard.engine.targets import open_target
 from ckptguard.engine.workers import SILENT, Progress
 from ckptguard.engine.write_digests import digest_of, manifest_of
-from ckptguard.fingerprint.manifest import FILE_NAME
 from ckptguard.formats.remote import directory
 from ckptguard.layout.layouts import Layout
 
@@ -199,16 +199,6 @@ def _sealed(
         digests |= {f"{one.folder}/{name}": digest_of(data) for name, data in one.output.small.items()}
         proof = merged([proofs[number] for proofs in results])
         manifest = manifest_of(digests, proof.stored, below=one.folder)
-        last |= _last(one, manifest.to_bytes())
+        last |= {**last_files(one.folder, one.output.small, manifest.to_bytes()), **one.root_files}
     written = sum(digest.size_bytes for digest in digests.values())
     return Resharded(dst, manifest.seal, len(proof.equal) if verified else None, written), last
-
-
-def _last(prepared: ReshardPrepared, manifest: bytes) -> dict[str, bytes]:
-    """The small files in an order in which nothing looks whole before it is: the index after the manifest that it must fit."""
-    names = list(prepared.output.small)
-    first = len(names) - prepared.output.markers
-    files = {name: prepared.output.small[name] for name in names[:first]}
-    files[FILE_NAME] = manifest
-    files |= {name: prepared.output.small[name] for name in names[first:]}
-    return {**{f"{prepared.folder}/{name}": data for name, data in files.items()}, **prepared.root_files}

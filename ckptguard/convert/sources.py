@@ -11,6 +11,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import product
 from math import prod
 
 from ckptguard.convert.canonical import Cell, GlobalTensor, SourceTable, State, in_order, plain
@@ -18,7 +19,7 @@ from ckptguard.core.boxes import Box
 from ckptguard.core.dtypes import DType
 from ckptguard.core.errors import DamagedError, UnsupportedError
 from ckptguard.core.index import Index, TensorEntry
-from ckptguard.core.pieces import Assembly, Piece, concatenate, narrow, reshape
+from ckptguard.core.pieces import Assembly, Piece, concatenate, narrow, reshape, row_major
 from ckptguard.core.plan import Stored
 from ckptguard.core.problems import Problem
 from ckptguard.megatron.buckets import bucket_of, layouts_in, refuse_other_layout
@@ -110,14 +111,14 @@ def _unflattened(entry: TensorEntry, name: str, weight: TensorEntry, sources: So
     local = tuple(n // f for f, n in zip(fragments, weight.shape, strict=True))
     runs: dict[tuple[int, ...], list[tuple[int, Stored]]] = {}
     for chunk in entry.chunks:
-        for at in _indices(chunk.box.offset[:-1], chunk.box.size[:-1]):
+        for at in product(*map(range, chunk.box.offset[:-1], chunk.box.end[:-1])):
             runs.setdefault(at, []).append((chunk.box.offset[-1], Stored(entry, chunk)))
     cells = []
     for at, found in runs.items():
         parts = []
         for _, stored in sorted(found, key=lambda item: item[0]):
             box = stored.chunk.box
-            row = sum((i - o) * s for i, o, s in zip(at, box.offset[:-1], _outer(box.size), strict=True))
+            row = sum((i - o) * s for i, o, s in zip(at, box.offset[:-1], row_major(box.size[:-1]), strict=True))
             parts.append(_run(stored, row * box.size[-1], box.size[-1], sources))
         flat = concatenate(parts, 0)
         box = Box(tuple(i * n for i, n in zip(at, local, strict=True)), local)
@@ -126,24 +127,6 @@ def _unflattened(entry: TensorEntry, name: str, weight: TensorEntry, sources: So
             raise DamagedError(message, problems=[Problem("missing-chunk", message, tensor=entry.name, box=box)])
         cells.append(Cell(box, reshape(flat, local)))
     return GlobalTensor(name, entry.dtype, weight.shape, tuple(cells))
-
-
-def _outer(size: tuple[int, ...]) -> tuple[int, ...]:
-    """Row-major strides, in rows, of all dims but the last."""
-    out, step = [], 1
-    for extent in reversed(size[:-1]):
-        out.append(step)
-        step *= extent
-    return tuple(reversed(out))
-
-
-def _indices(offset: tuple[int, ...], size: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    if not offset:
-        yield ()
-        return
-    for head in range(offset[0], offset[0] + size[0]):
-        for tail in _indices(offset[1:], size[1:]):
-            yield (head, *tail)
 
 
 def _run(stored: Stored, first: int, length: int, sources: SourceTable) -> Assembly:
