@@ -8,13 +8,12 @@ share, and each gap before, between or after them, is a chunk of its own. What s
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from ckptguard.convert.canonical import State
-from ckptguard.convert.sources import state_name, states_in
+from ckptguard.convert.sources import into_local, state_name, states_in
 from ckptguard.convert.target import Target, Wanted
 from ckptguard.core.boxes import Box
-from ckptguard.core.pieces import Assembly, Piece, of_source
+from ckptguard.core.pieces import Assembly, of_source
 from ckptguard.megatron.structure import Bucket, LocalTensor, Place, RankStructure
 
 
@@ -58,12 +57,11 @@ def _shares(bucket: Bucket, low: int, high: int) -> Iterator[tuple[Place | None,
 
 def local_state(state: State, kind: str, tensor: LocalTensor) -> Assembly:
     """A state of a rank's own tensor, put together from its parts of global tensors."""
-    pieces: list[Piece] = []
-    for part in tensor.parts:
-        more = len(part.box.size) - len(part.local.size)
-        for p in state.assembly(state_name(kind, part.key), part.box).pieces:
-            offset = tuple(o + b for o, b in zip(p.offset[more:], part.local.offset, strict=True))
-            pieces.append(replace(p, offset=offset, size=p.size[more:], step=p.step[more:], strides=p.strides[more:]))
+    pieces = [
+        into_local(piece, part.local)
+        for part in tensor.parts
+        for piece in state.assembly(state_name(kind, part.key), part.box).pieces
+    ]
     return Assembly(tensor.shape, tuple(pieces))
 
 

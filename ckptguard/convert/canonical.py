@@ -7,7 +7,7 @@ tensor is a set of cells: boxes that are either a stored chunk or put together f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -94,7 +94,7 @@ class State:
 
     Attributes:
         tensors: By name.
-        sources: What the pieces of ``assemblies`` name.
+        sources: What the pieces of ``assembly`` name.
     """
 
     def __init__(self, tensors: Mapping[str, GlobalTensor], sources: SourceTable) -> None:
@@ -102,11 +102,7 @@ class State:
         self.sources = sources
 
     def assembly(self, name: str, box: Box) -> Assembly:
-        """As ``assemblies``, of one box."""
-        return self.assemblies(name, [box])[0]
-
-    def assemblies(self, name: str, boxes: Sequence[Box]) -> list[Assembly]:
-        """What boxes of a tensor are made of, each in coordinates whose zero is the box's corner.
+        """What a box of a tensor is made of, in coordinates whose zero is the box's corner.
 
         Rows beyond those that are stored (a vocabulary that is padded further) are zeros.
 
@@ -114,13 +110,8 @@ class State:
             KeyError: There is no such tensor.
         """
         tensor = self.tensors[name]
-        rows = tensor.shape[0] if tensor.shape else 0
-        return [
-            _with_zero_rows(
-                Assembly(box.size, tuple(self._meeting(tensor, box))), rows - box.offset[0] if box.size else 0
-            )
-            for box in boxes
-        ]
+        found = Assembly(box.size, tuple(self._meeting(tensor, box)))
+        return _with_zero_rows(found, tensor.shape[0] - box.offset[0]) if box.size else found
 
     def _meeting(self, tensor: GlobalTensor, box: Box) -> Iterator[Piece]:
         """Pieces of a box, from every cell that it meets."""

@@ -19,13 +19,13 @@ from ckptguard.convert.plain_optimizer import decays
 from ckptguard.convert.rank_files import RankFile
 from ckptguard.convert.reshard_plan import cut_rows, refuse_unfitting, target_shapes
 from ckptguard.convert.reshard_source import ReshardSource
-from ckptguard.convert.sources import state_name, state_of, states_in
+from ckptguard.convert.sources import into_local, state_name, state_of, states_in
 from ckptguard.convert.target import Target
 from ckptguard.core.boxes import Box, whole
 from ckptguard.core.dtypes import DType
 from ckptguard.core.errors import UnsupportedError
 from ckptguard.core.index import Index
-from ckptguard.core.pieces import Assembly, Piece
+from ckptguard.core.pieces import Assembly
 from ckptguard.core.plan import Made
 from ckptguard.core.writing import TargetFile
 from ckptguard.formats import torch_dist_writer as writer
@@ -145,15 +145,9 @@ def _module_tensor(state: State, named: dcp_names.Named, name: str, kind: str) -
 
 def _in_rows(state: State, wanted: Sequence[_Wanted], files: int) -> list[tuple[Made, ...]]:
     """Every tensor cut into rows, as equal as can be; per file what it holds."""
-    found: dict[tuple[str, Box], Assembly] = {}
-    needed: dict[str, dict[Box, None]] = {}
-    for key, box, _ in (part for item in wanted for part in item.parts):
-        needed.setdefault(key, {})[box] = None
-    for key, boxes in needed.items():
-        found |= {(key, box): made for box, made in zip(boxes, state.assemblies(key, list(boxes)), strict=True)}
     out: list[list[Made]] = [[] for _ in range(files)]
     for item in wanted:
-        pieces = [piece for key, box, at in item.parts for piece in _moved(found[key, box], at)]
+        pieces = [into_local(piece, at) for key, box, at in item.parts for piece in state.assembly(key, box).pieces]
         rows = item.shape[0] if item.shape else 1
         step = -(-rows // files)
         for number in range(-(-rows // step) if rows else 0):
@@ -166,16 +160,6 @@ def _in_rows(state: State, wanted: Sequence[_Wanted], files: int) -> list[tuple[
             shifted = tuple(replace(p, offset=_minus(p.offset, box.offset)) for p in inside)
             out[number].append(Made(item.name, item.dtype, item.shape, box, Assembly(box.size, shifted)))
     return [tuple(made) for made in out]
-
-
-def _moved(assembly: Assembly, at: Box) -> Iterator[Piece]:
-    """Pieces of a box of a global tensor as pieces of the stored one, which has no prepended dims of one index."""
-    first = len(assembly.shape) - len(at.size)
-    for piece in assembly.pieces:
-        offset = tuple(o + begin for o, begin in zip(piece.offset[first:], at.offset, strict=True))
-        yield replace(
-            piece, offset=offset, size=piece.size[first:], step=piece.step[first:], strides=piece.strides[first:]
-        )
 
 
 def _minus(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:

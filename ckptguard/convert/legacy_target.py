@@ -8,10 +8,10 @@ Source: megatron/training/checkpointing.py ``save_checkpoint``, megatron/core/op
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ckptguard.convert.canonical import State
-from ckptguard.convert.sources import state_name
+from ckptguard.convert.sources import into_local, state_name
 from ckptguard.core.boxes import Box, whole
 from ckptguard.core.dtypes import BY_NAME, DType
 from ckptguard.core.errors import UnsupportedError
@@ -100,8 +100,6 @@ def plan_legacy(
     names = _checked(tuple(states), structures)
     found = _Found(state)
     ranks = _file_ranks(structures)
-    for name, box in _needed(structures, ranks.values(), names):
-        found.need(name, box)
     files: list[LegacyFile] = []
     for path, rank in ranks.items():
         if names:
@@ -183,19 +181,6 @@ def _writes(rank: RankStructure) -> int:
     return (not rank.at["dense_dp"]) + (not rank.at["expert_dp"])
 
 
-def _needed(structures: Structures, ranks: Iterable[RankStructure], states: Sequence[str]) -> Iterator[tuple[str, Box]]:
-    """Every box of a global tensor that a file holds, as often as it is met."""
-    for rank in ranks:
-        for chunk in rank.chunks:
-            for tensor in chunk:
-                for part in tensor.parts:
-                    yield part.key, part.box
-        for _, buffers in _optimizers(rank, structures):
-            for tensor in (place.tensor for buffer in buffers or () for b in buffer.buckets for place in b.places):
-                for part in tensor.parts:
-                    yield from ((state_name(state, part.key), part.box) for state in states)
-
-
 def _optimizers(rank: RankStructure, structures: Structures) -> tuple[tuple[str, tuple[Buffer, ...] | None], ...]:
     """(what it is called, its buffers or None if another rank writes them) of each of a rank's optimizers."""
     dense = ("dense", None if rank.at["dense_dp"] else rank.dense)
@@ -205,15 +190,10 @@ def _optimizers(rank: RankStructure, structures: Structures) -> tuple[tuple[str,
 
 
 class _Found:
-    """What parts of global tensors are made of, asked for one tensor at a time."""
+    """What parts of global tensors are made of; what is not there is said."""
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._needed: dict[str, dict[Box, Assembly | None]] = {}
-
-    def need(self, name: str, box: Box) -> None:
-        """Notes a box that ``of`` will be asked about."""
-        self._needed.setdefault(name, {})[box] = None
 
     def dtype_of(self, name: str) -> DType:
         """Element type of a global tensor. Raises UnsupportedError if there is none."""
@@ -224,11 +204,7 @@ class _Found:
     def of(self, name: str, box: Box) -> Assembly:
         """What a box is made of. Raises UnsupportedError if the tensor, or a part of the box, is not there."""
         self.dtype_of(name)
-        boxes = self._needed[name]
-        if boxes[box] is None:
-            boxes.update(zip(boxes, self._state.assemblies(name, list(boxes)), strict=True))
-        assembly = boxes[box]
-        assert assembly is not None
+        assembly = self._state.assembly(name, box)
         if (there := sum(piece.numel for piece in assembly.pieces)) != box.numel:
             raise UnsupportedError(
                 f"{name}: a rank of the target holds its box {box}, and the source has {there} of its {box.numel} elements"
@@ -296,24 +272,12 @@ def _local(name: str, dtype: DType, tensor: LocalTensor, state: str, found: _Fou
     pieces: list[Piece] = []
     for part in tensor.parts:
         assembly = found.of(state_name(state, part.key) if state else part.key, part.box)
-        pieces += (_moved(piece, part.local) for piece in assembly.pieces)
+        pieces += (into_local(piece, part.local) for piece in assembly.pieces)
     if (there := sum(piece.numel for piece in pieces)) != whole(tensor.shape).numel:
         raise UnsupportedError(
             f"{name}: global tensors hold {there} elements of a tensor of shape {list(tensor.shape)}"
         )
     return Made(name, dtype, tensor.shape, whole(tensor.shape), Assembly(tensor.shape, tuple(pieces)))
-
-
-def _moved(piece: Piece, local: Box) -> Piece:
-    """A piece of a global tensor's box as a piece of the rank's tensor, which has no prepended dims of one index."""
-    first = len(piece.size) - len(local.size)
-    return replace(
-        piece,
-        offset=tuple(o + at for o, at in zip(piece.offset[first:], local.offset, strict=True)),
-        size=piece.size[first:],
-        step=piece.step[first:],
-        strides=piece.strides[first:],
-    )
 
 
 def _zeros(name: str, numel: int) -> Made:

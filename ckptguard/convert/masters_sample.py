@@ -40,11 +40,11 @@ def masters_note(state: State, checkpoint: Checkpoint) -> tuple[str, ...]:
         master = state.tensors.get(state_name("param", name))
         if master is None or master.shape != weight.shape or weight.dtype.name not in _COMPARABLE:
             continue
-        boxes = _looked_at(name, weight.shape)
-        sides = [state.assemblies(side.name, boxes) for side in (weight, master)]
-        for box, of_weight, of_master in zip(boxes, *sides, strict=True):
-            made.append(Made(weight.name, weight.dtype, weight.shape, box, of_weight))
-            made.append(Made(master.name, master.dtype, master.shape, box, of_master))
+        made += [
+            Made(side.name, side.dtype, side.shape, box, state.assembly(side.name, box))
+            for box in _looked_at(name, weight.shape)
+            for side in (weight, master)
+        ]
     filler = Filler(made, state.sources, checkpoint)
     words = [np.frombuffer(_filled(filler, key), f"<u{one.dtype.itemsize}") for key, one in enumerate(made)]
     wrong = []

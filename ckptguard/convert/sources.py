@@ -202,6 +202,23 @@ def local_part(tensor: Assembly, part: Part) -> Assembly:
     return with_prepended(out, len(part.box.size))
 
 
+def into_local(piece: Piece, local: Box) -> Piece:
+    """The other way: a piece of a box of a global tensor as one of the rank's own, which has no prepended dims.
+
+    Args:
+        piece: In coordinates whose zero is the box's corner.
+        local: Where the box stands in the rank's own tensor.
+    """
+    more = len(piece.size) - len(local.size)
+    return replace(
+        piece,
+        offset=tuple(o + at for o, at in zip(piece.offset[more:], local.offset, strict=True)),
+        size=piece.size[more:],
+        step=piece.step[more:],
+        strides=piece.strides[more:],
+    )
+
+
 def with_prepended(a: Assembly, dims: int) -> Assembly:
     """The same with dims of one index put before its own, until it has so many."""
     more = dims - len(a.shape)
