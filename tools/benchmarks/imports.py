@@ -182,22 +182,31 @@ class Bench:
                 say(f"  round {number + 1} of {rounds}: {name} {done[name][-1].seconds:.1f} s")
         return done
 
-    def against_bridge(self, name: str, source: Path, speed: float, memory: float | None) -> None:
-        """Rows of an import to TP1 beside Bridge's."""
-        peer = [PYTHON, str(ROOT / "tools" / "benchmarks" / "bridge_import.py"), str(source), "OUT"]
-        done = self.turns({"ckptguard": command(source), "bridge": peer}, source, self.rounds)
-        ours, theirs = done["ckptguard"], done["bridge"]
+    def time_beside(self, name: str, ours: list[Timing], theirs: list[Timing], *, least: float | None) -> None:
+        """A row of a peer's time, as so many times ours."""
         sides = [
             f"{middle(t.seconds for t in s):.1f} s (CPU {middle(t.cpu_seconds for t in s):.1f} s)"
             for s in (ours, theirs)
         ]
         ratio = middle(p.seconds / o.seconds for o, p in zip(ours, theirs, strict=True))
-        self.add(Row(f"{name}: peer's time / ours", ratio, "", least=speed, detail="; peer ".join(sides)))
+        self.add(Row(f"{name}: peer's time / ours", ratio, "", least=least, detail="; peer ".join(sides)))
+
+    def memory_beside(
+        self, name: str, kind: str, ours: list[Timing], theirs: list[Timing], *, most: float | None = None
+    ) -> None:
+        """A row of our memory, "resident" or "anonymous", as a part of a peer's."""
+        peaks = [max(getattr(t, f"{kind}_bytes") for t in side) for side in (ours, theirs)]
+        detail = f"{peaks[0] / 2**20:.0f} MiB; peer {peaks[1] / 2**20:.0f} MiB"
+        self.add(Row(f"{name}: our {kind} memory / peer's", peaks[0] / peaks[1], "", most=most, detail=detail))
+
+    def against_bridge(self, name: str, source: Path, speed: float, memory: float | None) -> None:
+        """Rows of an import to TP1 beside Bridge's."""
+        peer = [PYTHON, str(ROOT / "tools" / "benchmarks" / "bridge_import.py"), str(source), "OUT"]
+        done = self.turns({"ckptguard": command(source), "bridge": peer}, source, self.rounds)
+        ours, theirs = done["ckptguard"], done["bridge"]
+        self.time_beside(name, ours, theirs, least=speed)
         for kind in ("resident", "anonymous"):
-            peaks = [max(getattr(t, f"{kind}_bytes") for t in side) for side in (ours, theirs)]
-            detail = f"{peaks[0] / 2**20:.0f} MiB; peer {peaks[1] / 2**20:.0f} MiB"
-            bar = memory if kind == "resident" else None
-            self.add(Row(f"{name}: our {kind} memory / peer's", peaks[0] / peaks[1], "", most=bar, detail=detail))
+            self.memory_beside(name, kind, ours, theirs, most=memory if kind == "resident" else None)
 
     def against_copy(self, source: Path, rounds: int, *, peak: str) -> int:
         """Rows of imports to TP2 PP2 beside ``cp``; most resident bytes of the proved ones."""

@@ -106,17 +106,10 @@ class Reshards(Bench):
         """Rows of a resharding with its proof beside a peer that holds the checkpoint."""
         done = self.turns({"ckptguard": ours, "peer": peer}, source, rounds)
         own, theirs = done["ckptguard"], done["peer"]
-        sides = [
-            f"{middle(t.seconds for t in s):.1f} s (CPU {middle(t.cpu_seconds for t in s):.1f} s)"
-            for s in (own, theirs)
-        ]
-        ratio = middle(p.seconds / o.seconds for o, p in zip(own, theirs, strict=True))
-        self.add(Row(f"{what}: peer's time / ours", ratio, "", least=bar, detail="; peer ".join(sides)))
+        self.time_beside(what, own, theirs, least=bar)
         net = middle(p.seconds / o.told_seconds for o, p in zip(own, theirs, strict=True))
         self.add(Row(f"{what}: peer's time / ours once planned", net))
-        peaks = [max(t.resident_bytes for t in side) for side in (own, theirs)]
-        detail = f"{peaks[0] / 2**20:.0f} MiB; peer {peaks[1] / 2**20:.0f} MiB"
-        self.add(Row(f"{what}: our resident memory / peer's", peaks[0] / peaks[1], "", detail=detail))
+        self.memory_beside(what, "resident", own, theirs)
 
     def memory_of(self, what: str, own: Sequence[Timing]) -> None:
         """A row: the most memory of all processes at once, at most what was allowed and a constant."""
