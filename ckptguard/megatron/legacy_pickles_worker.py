@@ -38,10 +38,6 @@ def main() -> None:
 
 def _answer(question: dict[str, Any]) -> dict[str, Any]:
     try:
-        safe_loading.register()
-    except ImportError as error:
-        return process.no_megatron(error)
-    try:
         common = _loaded(question["common"], "the common state")
         own = {path: {"rng_state": _loaded(data, "an RNG state")} for path, data in question["rng_states"].items()}
     except safe_loading.UnreadableError as error:

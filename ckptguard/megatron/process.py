@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -100,15 +100,18 @@ def serve(answer: Callable[[dict[str, Any]], dict[str, Any]], prepare: Callable[
 
     Args:
         answer: From question to answer.
-        prepare: Imports what any answer needs, before the question comes; what is missing is said in the answer.
+        prepare: Imports what any answer needs, before the question comes; without it that is the answer.
     """
     answer_to = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    with suppress(ImportError):
+    missing = None
+    try:
         prepare()
+    except ImportError as error:
+        missing = no_megatron(error)
     question = json.load(sys.stdin)
     with answer_to:
-        json.dump(answer(question), answer_to)
+        json.dump(missing or answer(question), answer_to)
     sys.stderr.flush()
     os._exit(0)  # taking all modules down would take a while
 

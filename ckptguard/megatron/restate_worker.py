@@ -34,10 +34,6 @@ def main() -> None:
 
 def _answer(question: dict[str, Any]) -> dict[str, Any]:
     try:
-        safe_loading.register()
-    except ImportError as error:
-        return process.no_megatron(error)
-    try:
         return answered(question)
     except restate_common.TooOldError as error:
         return {"unsupported": str(error), "next_step": restate_common.TooOldError.next_step}
