@@ -18,11 +18,7 @@ The command line has to choose what needs no kernels: ``--transformer-impl local
 from __future__ import annotations
 
 import copy
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import os
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -32,6 +28,8 @@ from typing import Any, Self
 import torch
 import torch.utils.data
 from torch.overrides import TorchFunctionMode
+
+from ckptguard.core.after_import import after_import
 
 _installed = False
 
@@ -134,41 +132,6 @@ class FusedAdam(torch.optim.Optimizer):
                 param.mul_(1 - group["lr"] * group["weight_decay"])
                 denominator = (state["exp_avg_sq"] / correction2).sqrt_().add_(group["eps"])
                 param.addcdiv_(state["exp_avg"] / correction1, denominator, value=-group["lr"])
-
-
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Runs a patch right after the named module is first imported."""
-
-    def __init__(self, name: str, patch: Callable[[ModuleType], None]) -> None:
-        self.name, self.patch = name, patch
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """Answer for the one module, with a loader that runs the patch when the module's own code has run."""
-        if fullname != self.name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is None or spec.loader is None:
-            return spec
-        execute = spec.loader.exec_module
-
-        def exec_and_patch(module: ModuleType) -> None:
-            execute(module)
-            self.patch(module)
-
-        spec.loader.exec_module = exec_and_patch  # type: ignore[method-assign]
-        return spec
-
-
-def after_import(name: str, patch: Callable[[ModuleType], None]) -> None:
-    """Run ``patch(module)`` when module ``name`` is imported, or now if it already is."""
-    module = sys.modules.get(name)
-    if module is not None:
-        patch(module)
-    else:
-        sys.meta_path.insert(0, _AfterImport(name, patch))
 
 
 def _get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as functional
 
-from ckptguard.testing.cpu_stand_in import after_import
+from ckptguard.core.after_import import after_import
 
 
 class RMSNormGated(torch.nn.Module):

@@ -169,11 +169,12 @@ def main() -> None:
     hybrid = any(a.startswith("--hybrid-layer-pattern") for a in sys.argv)
     sys.argv = [a for a in sys.argv if not a.startswith(SWITCH)]
 
+    from ckptguard.core.after_import import after_import
     from ckptguard.testing import cpu_stand_in, tiny_trainer
 
     cpu_stand_in.install()
     for folder in folders:
-        cpu_stand_in.after_import("megatron.training.training", _watch(folder))
+        after_import("megatron.training.training", _watch(folder))
     if hybrid:
         from ckptguard.testing import hybrid_cpu, hybrid_te_order
 
