@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ckptguard.core.boxes import Box
+from ckptguard.core.boxes import Box, whole
 from ckptguard.core.dtypes import BY_NAME, DType
 from ckptguard.fingerprint.tensors import BoxSum
 from ckptguard.fingerprint.values import PRIME, Fingerprint
@@ -75,6 +76,8 @@ def live_sum(
     """
     import torch
 
+    if global_shape is None and offset is None and (quick := _quick(tensor)) is not None:
+        return quick
     tensor = tensor.detach()
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise TypeError(f"{type(tensor).__name__} keeps its elements in other tensors; give those, with their offsets")
@@ -86,9 +89,11 @@ def live_sum(
     dtype = BY_NAME.get(name)
     if dtype is None:
         raise ValueError(f"elements of {name} have no fingerprint; known are {', '.join(BY_NAME)}")
-    if tensor.is_meta:
-        raise ValueError(f"a meta tensor has no elements ({name} {list(tensor.shape)})")
     size = tuple(tensor.shape)
+    if tensor.is_meta:
+        raise ValueError(f"a meta tensor has no elements ({name} {list(size)})")
+    if tensor.numel() and not tensor.untyped_storage().nbytes():
+        raise ValueError(f"the memory of the tensor was given back ({name} {list(size)})")
     shape = size if global_shape is None else tuple(global_shape)
     at = (0,) * len(shape) if offset is None else tuple(offset)
     if not len(shape) == len(at) == len(size) or not Box(at, size).within(shape):
@@ -100,6 +105,32 @@ def live_sum(
         with torch.cuda.device(tensor.device):
             return LiveSum(name, shape, _on_gpu(tensor, dtype, shape, box), torch.cuda.current_stream())
     return LiveSum(name, shape, _on_cpu(tensor, dtype, shape, box))
+
+
+def _quick(tensor: torch.Tensor) -> LiveSum | None:
+    """The sums of a whole plain tensor that the CPU reads in place, with weights kept from the last one of its shape.
+
+    A model has thousands of small tensors, and preparing to sum one takes far longer than summing it.
+    """
+    import torch
+
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
+        return None
+    if tensor.layout is not torch.strided or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return None
+    weights, size = _whole(tensor.dtype, tensor.shape), tensor.untyped_storage().nbytes()
+    if weights is None or size < (tensor.storage_offset() + weights.box.numel) * weights.dtype.itemsize:
+        return None
+    sums = weights.at(tensor.data_ptr())
+    return None if sums is None else LiveSum(weights.dtype.name, weights.shape, sums)
+
+
+@lru_cache(maxsize=256)
+def _whole(dtype: torch.dtype, shape: torch.Size) -> BoxSum | None:
+    """Weights of a whole tensor; None if it has no elements, or of a type that is not known."""
+    known = BY_NAME.get(str(dtype).removeprefix("torch."))
+    size = tuple(shape)
+    return None if known is None or not prod(size) else BoxSum(known, size, whole(size))
 
 
 def collect(sums: Sequence[LiveSum]) -> list[Fingerprint]:

@@ -110,6 +110,22 @@ class BoxSum:
             kernels.accumulate_prepared(self.prepared, words, first, sums)
         return int(sums[0]), int(sums[1])
 
+    def at(self, address: int) -> tuple[int, int] | None:
+        """Sums over the whole box, from where its elements stand in memory, row-major; for thousands of small ones.
+
+        Args:
+            address: Of the first element. The caller makes sure that all of the box can be read there.
+
+        Returns:
+            The sum of each lane; None where only ``of`` can tell.
+        """
+        if self._native is None:
+            return None
+        sums = (ctypes.c_uint64 * LANES)()
+        count = self.box.numel * self.dtype.words
+        native.library().ckptguard_accumulate(ctypes.byref(self._native), address, count, 0, sums)
+        return sums[0], sums[1]
+
     def of_file(
         self, handle: int, offset_bytes: int, begin: int, end: int, buffer: memoryview
     ) -> tuple[int, int] | None:
