@@ -94,7 +94,7 @@ class RankWriter:
     """Appends a rank's stream. Not thread-safe."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self._file = (folder / file_name(rank)).open("wb")
+        self._file = (folder / file_name(rank)).open("wb", buffering=0)  # a fork must have nothing to flush
         self._stream = zstandard.ZstdCompressor(level=1).stream_writer(self._file, closefd=True)
         self._ids: dict[str, int] = {}
 
