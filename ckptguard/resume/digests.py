@@ -108,7 +108,7 @@ class Draft:
         if inner is not None:
             return {key: self._tensor(part, name) for key, part in inner.items()}
         try:
-            with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():  # type: ignore[no-untyped-call]
+            with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
                 self._sums.append(_Tensor.of(tensor))
         except (TypeError, ValueError, RuntimeError) as error:
             return self._unknown(tensor, name, str(error).splitlines()[0] if str(error) else type(error).__name__)

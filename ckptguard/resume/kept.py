@@ -52,7 +52,7 @@ def restore(path: Path, names: Sequence[str], items: Mapping[str, LiveItem]) -> 
 
 def _stored(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        local = value.to_local() if hasattr(value, "to_local") else value  # type: ignore[operator]
+        local = value.to_local() if hasattr(value, "to_local") else value
         return local.detach().cpu().clone()
     if isinstance(value, np.ndarray):
         return {_ARRAY: torch.from_numpy(value.copy())}

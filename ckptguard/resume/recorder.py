@@ -69,7 +69,7 @@ class Recorder:
 
     def __init__(self, order: Order, rank: int, world: int) -> None:
         self.order, self.rank = order, rank
-        self.facts: dict[str, Any] = {"rank": rank, "world": world} | _process_facts()
+        self.facts: dict[str, Any] = {"rank": rank, "world_size": world} | _process_facts()
         self.modules: tuple[Any, ...] = ()
         self.optimizer: Any = None
         self.before: dict[Moment, list[Before]] = {"loaded": [], "step": [], "gradients": []}
@@ -285,7 +285,7 @@ class Recorder:
 
 
 def _process_facts() -> dict[str, Any]:
-    device = torch.cuda.get_device_name() if torch.cuda.is_initialized() else "cpu"
+    device = torch.cuda.get_device_name() if torch.cuda.is_initialized() else "cpu"  # type: ignore[no-untyped-call]
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
