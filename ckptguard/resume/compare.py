@@ -1,0 +1,269 @@
+"""Two arms compared value by value: what differs first, and on which ranks. Pure; values in, values out.
+
+**First** is the lowest step, then the order in which a rank runs, which is the order in which values stand in its event. Across
+ranks of one step, a rank whose first difference comes earlier in that order is where it may have begun; a rank that differs
+only further on can have received it. ``Comparison.at_first`` is sorted so: the ranks whose first difference is the earliest
+come first, then the receivers; ``origins`` tells them apart.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ckptguard.core.errors import EnvironmentFailedError, UsageError
+from ckptguard.core.watching import GROUPS, Group
+from ckptguard.resume.excuses import Context, Differing, Rule, events_by_step, explain
+from ckptguard.resume.records import Kind, RankRecord, Value, same
+from ckptguard.resume.results import Comparison, Difference
+
+Records = Mapping[int, RankRecord]
+_ORDER = {group: number for number, group in enumerate(GROUPS)}
+_SHOWN = 5
+
+
+def compare_steps(
+    one_name: str,
+    one: Records,
+    other_name: str,
+    other: Records,
+    steps: tuple[int, int],
+    question: str,
+    rules: Sequence[Rule],
+) -> Comparison:
+    """Compares the states after every step of a range, on all ranks.
+
+    Args:
+        one_name: The arm held to be right.
+        one: What it recorded.
+        other_name: The arm compared with it.
+        other: What that recorded.
+        steps: First and last step.
+        question: What the answer decides, in words.
+        rules: Explanations of differences.
+
+    Raises:
+        UsageError: The arms have different world sizes.
+        EnvironmentFailedError: A rank of an arm did not record all of the steps.
+    """
+    wanted = range(steps[0], steps[1] + 1)
+    ranks = _ranks(one_name, one, other_name, other)
+    _refuse_short(one_name, one, "step", wanted)
+    _refuse_short(other_name, other, "step", wanted)
+    tally = _Tally(Context("step", steps, one, other))
+    for rank in ranks:
+        ours, theirs = (events_by_step(records[rank], "step") for records in (one, other))
+        for step in wanted:
+            tally.add(rank, step, ours[step].values, theirs[step].values)
+    return tally.result(one_name, other_name, question, rules)
+
+
+def compare_loaded(
+    one_name: str,
+    one: Records,
+    other_name: str,
+    other: Records,
+    step: int,
+    question: str,
+    rules: Sequence[Rule],
+    later: Comparison | None = None,
+) -> Comparison:
+    """Compares what was saved after a step with what was loaded, on all ranks.
+
+    Losses, gradients and whatever else only a step has are left out; an item that one side has and the other has not is a
+    difference.
+
+    Args:
+        one_name: The arm that saved.
+        one: What it recorded.
+        other_name: The arm that loaded.
+        other: What that recorded.
+        step: The step after which the save was made.
+        question: What the answer decides, in words.
+        rules: Explanations of differences.
+        later: The comparison of the steps that follow, which some explanations need.
+
+    Raises:
+        UsageError: The arms have different world sizes.
+        EnvironmentFailedError: A rank recorded no save, or no load, of that step.
+    """
+    ranks = _ranks(one_name, one, other_name, other)
+    _refuse_short(one_name, one, "saved", (step,))
+    _refuse_short(other_name, other, "loaded", (step,))
+    tally = _Tally(Context("loaded", (step, step), one, other, later))
+    for rank in ranks:
+        tally.add(rank, step, *tally.context.pair(rank, step))
+    return tally.result(one_name, other_name, question, rules)
+
+
+class _Tally:
+    """Collects what differs, event by event."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self._found: list[Differing] = []
+        self._ranks: set[int] = set()
+        self._values = 0
+
+    def add(self, rank: int, step: int, one: Mapping[str, Value], other: Mapping[str, Value]) -> None:
+        """One event of one rank, as it stands in both arms."""
+        self._ranks.add(rank)
+        self._values += len(one) if one.keys() == other.keys() else len(one.keys() | other.keys())
+        if names := unequal(one, other):
+            self._found.append(Differing(rank, self.context.kind, step, names))
+
+    def result(self, one_name: str, other_name: str, question: str, rules: Sequence[Rule]) -> Comparison:
+        """What was found, with what the rules explain set apart."""
+        context = self.context
+        excused, left = explain(rules, self._found, context)
+        step = min((event.step for event in left), default=context.steps[1])
+        at_first = _in_order([event for event in left if event.step == step], context)
+        return Comparison(
+            one_name,
+            other_name,
+            question,
+            context.steps,
+            self._values,
+            len(self._ranks),
+            at_first[0] if at_first else None,
+            at_first,
+            _agreeing([event for event in self._found if event.step == step], at_first, context, self._ranks, step),
+            tuple((e.rank, e.step, len(e.names), context.group(e.rank, e.names[0])) for e in left),
+            excused,
+        )
+
+
+def _in_order(events: Sequence[Differing], context: Context) -> tuple[Difference, ...]:
+    """All differences of one step: ranks whose first one comes earliest first, in order of execution within a rank."""
+    ranks = []
+    for event in events:
+        one, other = context.pair(event.rank, event.step)
+        before = list(one) if list(one) == list(other) else _merged(one, other)
+        before = before[: before.index(event.names[0])]
+        groups = {name: context.group(event.rank, name) for name in (*before, *event.names)}
+        group = groups[event.names[0]]
+        differences = [
+            Difference(event.kind, event.step, event.rank, name, groups[name], one.get(name), other.get(name))
+            for name in event.names
+        ]
+        # Stages of a pipeline hold other items: places are counted within a group, which all of them have.
+        place = (_ORDER[group], sum(groups[name] == group for name in before), event.rank)
+        ranks.append((place, differences))
+    ranks.sort(key=lambda rank: rank[0])
+    return tuple(difference for _, differences in ranks for difference in differences)
+
+
+def _agreeing(
+    found: Sequence[Differing], at_first: Sequence[Difference], context: Context, ranks: Iterable[int], step: int
+) -> tuple[tuple[Group, int], ...]:
+    """Groups without an unexplained difference after a step, with how many values agree."""
+    counts: Counter[Group] = Counter()
+    for rank in ranks:
+        one, other = context.pair(rank, step)
+        counts.update(context.group(rank, name) for name in one.keys() & other.keys())
+    for event in found:
+        one, other = context.pair(event.rank, event.step)
+        counts.subtract(context.group(event.rank, name) for name in event.names if name in one and name in other)
+    for group in {difference.group for difference in at_first}:
+        del counts[group]
+    return tuple((group, counts[group]) for group in GROUPS if counts[group] > 0)
+
+
+def origins(at_first: Sequence[Difference]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Ranks where a first divergence may have begun, and ranks that differ only further on in the step.
+
+    Args:
+        at_first: ``Comparison.at_first``.
+    """
+    firsts: dict[int, Difference] = {}
+    for difference in at_first:
+        firsts.setdefault(difference.rank, difference)
+    if not firsts:
+        return (), ()
+    earliest = at_first[0]
+    began = tuple(r for r, d in firsts.items() if (d.group, d.item) == (earliest.group, earliest.item))
+    return began, tuple(rank for rank in firsts if rank not in began)
+
+
+def unequal(one: Mapping[str, Value], other: Mapping[str, Value]) -> tuple[str, ...]:
+    """Names whose values differ or that one side has not, in order of execution."""
+    if list(one) == list(other):
+        return tuple(
+            name
+            for name, a, b in zip(one, one.values(), other.values(), strict=True)
+            if a is not b and (type(a) is not str or type(b) is not str or a != b) and not same(a, b)
+        )
+    return tuple(
+        name for name in _merged(one, other) if name not in one or name not in other or not same(one[name], other[name])
+    )
+
+
+def _merged(one: Mapping[str, Value], other: Mapping[str, Value]) -> list[str]:
+    """Names of both in the order of one; those of the other alone after what stands before them there."""
+    place = {name: (number, 0) for number, name in enumerate(one)}
+    last = (-1, 0)
+    for name in other:
+        last = place.setdefault(name, (last[0], last[1] + 1))
+    return sorted(place, key=place.__getitem__)
+
+
+def _ranks(one_name: str, one: Records, other_name: str, other: Records) -> list[int]:
+    """Ranks of both arms, none of which lacks one.
+
+    Raises:
+        UsageError: Their worlds have different sizes.
+        EnvironmentFailedError: A rank of a world recorded nothing.
+    """
+    sizes = {name: _world_size(name, records) for name, records in ((one_name, one), (other_name, other))}
+    if len(set(sizes.values())) > 1:
+        told = " and ".join(f"{name} has {size} ranks" for name, size in sizes.items())
+        raise UsageError(
+            f"{told}: ranks of different layouts hold different parts",
+            next_step="Compare whole tensors, which do not depend on the layout.",
+        )
+    for name, records in ((one_name, one), (other_name, other)):
+        absent = [rank for rank in range(sizes[name]) if rank not in records]
+        if absent:
+            raise EnvironmentFailedError(
+                f"{name}: {len(absent)} of {sizes[name]} ranks recorded nothing: {_some(absent)}",
+                next_step="See the arm's log; its folder has to be visible on every node.",
+            )
+    return sorted(one)
+
+
+def _world_size(name: str, records: Records) -> int:
+    told = {record.facts["world_size"] for record in records.values() if "world_size" in record.facts}
+    if len(told) > 1:
+        raise EnvironmentFailedError(
+            f"{name}: its ranks tell of worlds of {_some(sorted(told))} ranks",
+            next_step="Start every arm in a folder of its own.",
+        )
+    return int(told.pop()) if told else max(records, default=-1) + 1
+
+
+def _refuse_short(name: str, records: Records, kind: Kind, steps: Sequence[int]) -> None:
+    """Raises if a rank did not record an event that was asked for."""
+    short: dict[int, list[int]] = {}
+    for rank, record in sorted(records.items()):
+        present = events_by_step(record, kind)
+        if absent := [step for step in steps if step not in present]:
+            short[rank] = absent
+    if not short:
+        return
+    rank, absent = next(iter(short.items()))
+    record = records[rank]
+    last = max((event.step for event in record.events if event.kind == kind), default=None)
+    what = {"step": "state after", "saved": "save after", "loaded": "load of"}[kind]
+    raise EnvironmentFailedError(
+        f"{name}: {len(short)} of {len(records)} ranks did not record all that was asked for ({_some(list(short))}):"
+        f" rank {rank} has no {what} step {_some(absent)}, its last is {'none' if last is None else f'of step {last}'}"
+        f"{'' if record.ended else ', and its stream is torn'}",
+        next_step="See the arm's log.",
+    )
+
+
+def _some(values: Sequence[Any]) -> str:
+    """The first few, and how many more."""
+    more = f" and {len(values) - _SHOWN} more" if len(values) > _SHOWN else ""
+    return ", ".join(map(str, values[:_SHOWN])) + more
