@@ -78,9 +78,9 @@ def live_sum(
 
     if global_shape is None and offset is None and (quick := _quick(tensor)) is not None:
         return quick
-    tensor = tensor.detach()
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise TypeError(f"{type(tensor).__name__} keeps its elements in other tensors; give those, with their offsets")
+    tensor = tensor.detach()
     if tensor.layout is not torch.strided or tensor.is_nested:
         raise TypeError(
             f"a tensor of layout {tensor.layout} has no fingerprint; give the dense tensors that it is made of"

@@ -102,16 +102,16 @@ class Draft:
         return self._other(value, name)
 
     def _tensor(self, tensor: torch.Tensor, name: str) -> Any:
-        if hasattr(tensor, "trigger_wait"):  # the result of a functional collective that may still be on its way
-            tensor = tensor.trigger_wait()
-        inner = _inner(tensor)
-        if inner is not None:
-            return {key: self._tensor(part, name) for key, part in inner.items()}
         try:
+            if hasattr(tensor, "trigger_wait"):  # the result of a functional collective that may still be on its way
+                tensor = tensor.trigger_wait()
+            inner = _inner(tensor)
+            if inner is not None:
+                return {key: self._tensor(part, name) for key, part in inner.items()}
             with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
                 self._sums.append(_Tensor.of(tensor))
-        except (TypeError, ValueError, RuntimeError) as error:
-            return self._unknown(tensor, name, str(error).splitlines()[0] if str(error) else type(error).__name__)
+        except Exception as error:  # noqa: BLE001 - a subclass may do anything; what it is stays uncompared and is said
+            return self._unknown(tensor, name, str(error).partition("\n")[0] or type(error).__name__)
         return _Place(len(self._sums) - 1)
 
     def _array(self, array: np.ndarray[Any, Any], name: str) -> Any:
@@ -189,11 +189,7 @@ def _told(tensors: Sequence[_Tensor]) -> list[str]:
 
 def _inner(tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
     """The tensors that one is made of; None if it holds its elements itself."""
-    if (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        and tensor.layout is torch.strided
-        and not tensor.is_quantized
-    ):
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided:
         return None
     if hasattr(tensor, "to_local"):
         return {"local": tensor.to_local()}
@@ -204,14 +200,6 @@ def _inner(tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
         return {key: getattr(tensor, key) for key in tensor.__tensor_flatten__()[0]}
     if tensor.layout is torch.sparse_coo:
         return {"indices": tensor._indices(), "values": tensor._values()}
-    if tensor.is_quantized:
-        scales = (tensor.q_scale(), tensor.q_zero_point()) if tensor.qscheme() is torch.per_tensor_affine else None
-        parts = (
-            (tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points())
-            if scales is None
-            else map(torch.tensor, scales)
-        )
-        return {"data": tensor.int_repr(), **dict(zip(("scale", "zero_point"), parts, strict=True))}
     return None
 
 

@@ -176,7 +176,8 @@ class Recorder:
     def ended(self) -> None:
         """See ``Watcher``."""
         self._in_step.close()
-        self._open().end()
+        if self._writer is not None:
+            self._writer.end()
         self._pid = -1
 
     def failed(self, error: Exception) -> None:
