@@ -1,0 +1,211 @@
+"""Calls of modules: what goes into each and what comes out, forward and backward, seen by hooks that change nothing.
+
+A call stands in the stream when it is over, so the modules inside it come before it, and the first call whose inputs agree and
+whose outputs differ is the narrowest module to blame. For that, inputs are all that a module's result depends on:
+
+* forward: tensors and plain values among the arguments, read before the module runs, because it may change them; its own
+  buffers, likewise; its own parameters; those of the modules inside it, as one hash; and the state of a random number
+  generator if it drew from it. Outputs are what it returns and its buffers afterwards.
+* backward: a hash of the forward call's inputs, and the gradients of the outputs. Outputs are what one of the module's own
+  operations adds to the gradients of its inputs and parameters (``backward_calls``).
+* weight gradient: one parameter's gradient is accumulated. Inputs are what is added and what was there.
+
+Parameters are read after the forward pass: hooks that gather them run before it, in an order that changes. A module that draws
+from another generator than the default one does so while that stands in its place (``CudaRNGStatesTracker.fork`` of
+Megatron), and the module around it, whose own generator is untouched, has drawn what the one inside has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ckptguard.resume.backward_calls import BackwardCalls, scope_of_node
+from ckptguard.resume.call_values import LIMIT, Calls, Emit, ignored, raised, together, values_of
+from ckptguard.resume.digests import recorded
+from ckptguard.resume.records import Value
+from ckptguard.resume.weight_gradients import WeightGradients
+
+OUTSIDE = "outside modules"
+
+
+class _Running(threading.local):
+    """What runs on this thread, from the outermost to the innermost."""
+
+    def __init__(self) -> None:
+        self.stack: list[_Frame | _Scope] = []
+
+
+class _Scope:
+    """A part of a step that is no module."""
+
+    __slots__ = ("phase", "scope")
+
+    def __init__(self, scope: str) -> None:
+        self.scope, self.phase = scope, "step"
+
+
+class _Frame:
+    """A module that is running its forward pass. Holds no tensor but the graph's edges into the module, until it ends."""
+
+    __slots__ = ("below", "drawn", "edges", "error", "generators", "inputs", "phase", "scope", "sequence", "step")
+
+    def __init__(self, step: int, scope: str) -> None:
+        self.step, self.scope, self.phase = step, scope, "forward"
+        self.inputs: list[Value] = []
+        self.below: list[Value] = []  # parameters and buffers of the modules inside
+        self.drawn: list[Value] = []  # generators that the modules inside drew from
+        self.generators = generator_states()
+        self.edges: list[Any] = []
+        self.sequence = torch._C._autograd._get_sequence_nr()
+        self.error = sys.exception()
+
+
+_RUNNING = _Running()
+
+
+def current() -> tuple[str, str]:
+    """Scope and phase of what runs on this thread now.
+
+    While autograd runs, this is the module whose forward pass made the node that is evaluated, unless that node itself runs a
+    module's forward pass again.
+    """
+    if _RUNNING.stack:
+        return _RUNNING.stack[-1].scope, _RUNNING.stack[-1].phase
+    node = torch._C._current_autograd_node()
+    found = None if node is None else scope_of_node(node)
+    return found or (OUTSIDE, "step" if node is None else "backward")
+
+
+@contextlib.contextmanager
+def within(scope: str) -> Iterator[None]:
+    """Calls made here that are in no module belong to this scope, such as ``optimizer``."""
+    entry = _Scope(scope)
+    _RUNNING.stack.append(entry)
+    try:
+        yield
+    finally:
+        _leave(entry)
+
+
+def install(
+    modules: Sequence[torch.nn.Module],
+    emit: Emit,
+    active: Callable[[], int | None],
+    *,
+    tell: Callable[[str], None] = ignored,
+    failed: Callable[[Exception], None] = raised,
+    limit: int = LIMIT,
+) -> None:
+    """Hooks every module of a model, for good.
+
+    Args:
+        modules: The model's chunks, wrapped or not.
+        emit: Takes the calls in the order in which they end, on the thread that makes them.
+        active: Gives the number of the step whose calls are wanted now, or None: hooks then do nothing.
+        tell: Takes words about what is not recorded.
+        failed: Takes errors of the recording itself, so that they need not reach the training loop.
+        limit: How many calls are recorded.
+    """
+    calls = Calls(emit, tell, failed, limit)
+    backward, gradients = BackwardCalls(calls, active), WeightGradients(calls, active)
+    for number, chunk in enumerate(modules):
+        scopes = named_scopes(number, chunk)
+        for scope, module in scopes:
+            _Hooks(scope, calls, active, backward).attach(module)
+        if not gradients.watch(chunk, scopes):
+            tell(f"accumulation of weight gradients of chunk {number}: they are reduced while they are accumulated")
+
+
+def named_scopes(number: int, chunk: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    """Every module of a chunk with its name; wrappers, which are called ``module``, give theirs to what they wrap."""
+    found = {}
+    for name, module in chunk.named_modules():
+        plain = ".".join(part for part in name.split(".") if part != "module")
+        found[f"chunk {number} {plain}".rstrip()] = module  # the innermost of equal names
+    return list(found.items())
+
+
+def generator_states() -> dict[str, bytes]:
+    """States of torch's default generators; nothing is drawn and no device is waited for."""
+    states = {"cpu": torch.default_generator.get_state().numpy().tobytes()}
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
+    return states
+
+
+class _Hooks:
+    """Of one module."""
+
+    def __init__(self, scope: str, calls: Calls, active: Callable[[], int | None], backward: BackwardCalls) -> None:
+        self._scope, self._calls, self._active, self._backward = scope, calls, active, backward
+
+    def attach(self, module: torch.nn.Module) -> None:
+        """Both run last among the module's hooks of now: what others change there is seen."""
+        module.register_forward_pre_hook(self.begins, with_kwargs=True)
+        # Also when it raises: recomputation of activations leaves modules by an exception once it has what it needs.
+        module.register_forward_hook(self.ends, with_kwargs=True, always_call=True)
+
+    def begins(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        """Before the forward pass."""
+        step = self._active()
+        if step is None or _is_captured():
+            return
+        frame = _Frame(step, self._scope)
+        _RUNNING.stack.append(frame)
+        with self._calls.reading():
+            frame.inputs = values_of((args, kwargs)) + _buffers(module)
+            frame.edges = self._backward.edges_into(args, kwargs)
+
+    def ends(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        """After the forward pass, or the exception that ended it."""
+        frame = next((f for f in reversed(_RUNNING.stack) if isinstance(f, _Frame) and f.scope == self._scope), None)
+        if frame is None:
+            return
+        outer = _leave(frame)
+        if sys.exception() is frame.error:
+            with self._calls.reading():
+                self._record(frame, outer, module, result)
+
+    def _record(self, frame: _Frame, outer: _Frame | None, module: torch.nn.Module, result: Any) -> None:
+        own = [recorded(param.detach()) for param in module._parameters.values() if param is not None]
+        inputs = [*frame.inputs, *own]
+        if frame.below:
+            inputs.append(f"parameters below {together(frame.below)}")
+        drawn = _drawn(frame)
+        inputs += drawn
+        if outer is not None:
+            outer.below += [together([*own, *frame.below])] if own or frame.below else []
+            outer.drawn += drawn
+        self._calls.put(frame.step, frame.scope, "forward", "", inputs, [*values_of(result), *_buffers(module)])
+        if torch.is_grad_enabled():
+            self._backward.watch(frame.step, frame.scope, module, frame.edges, frame.sequence, result, together(inputs))
+
+
+def _leave(entry: _Frame | _Scope) -> _Frame | None:
+    """Takes an entry off the stack, with those inside it that never ended; gives the module around it."""
+    stack = _RUNNING.stack
+    if entry in stack:
+        del stack[stack.index(entry) :]
+    return stack[-1] if stack and isinstance(stack[-1], _Frame) else None
+
+
+def _drawn(frame: _Frame) -> list[Value]:
+    """The generators that a module drew from, as they were before."""
+    now = generator_states()
+    changed = [name for name, state in frame.generators.items() if now[name] != state]
+    return [f"generator {name} {recorded(frame.generators[name])}" for name in changed] or list(frame.drawn)
+
+
+def _buffers(module: torch.nn.Module) -> list[Value]:
+    return [recorded(buffer.detach()) for buffer in module._buffers.values() if buffer is not None]
+
+
+def _is_captured() -> bool:
+    """Whether kernels go into a CUDA graph now, where nothing can be read."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
