@@ -23,11 +23,29 @@ _HIGHEST, _LOWEST, _EQUAL = 70, 780, 930  # thousandths: decades of the lower ch
 
 
 def curve_figures(curves: Sequence[Curve], saved_at: Sequence[int]) -> Iterator[Markup]:
-    """One figure for every name, in the order in which names come; the first arm of each is what others are held against."""
+    """One figure for every name: losses, the gradient norm and what differs; all others, folded away, after them.
+
+    The first arm of each name is what its others are held against.
+    """
+    folded = []
     for number, name in enumerate(dict.fromkeys(curve.name for curve in curves)):
         arms = {curve.arm: curve.points for curve in curves if curve.name == name and curve.points}
-        if arms:
-            yield _figure(f"curve-{number}", name, arms, saved_at)
+        if not arms:
+            continue
+        figure = _figure(f"curve-{number}", name, arms, saved_at)
+        if name.startswith("loss ") or "grad norm" in name or _differs(arms):
+            yield figure
+        else:
+            folded.append(figure)
+    if folded:
+        said = f"{len(folded)} more, equal in all arms" if len(folded) > 1 else "one more, equal in all arms"
+        yield element("details", element("summary", said), folded, class_="folded")
+
+
+def _differs(arms: Mapping[str, Points]) -> bool:
+    reference, *others = arms.values()
+    base = dict(reference)
+    return any(step in base and _apart(base[step], value) for points in others for step, value in points)
 
 
 def _figure(key: str, name: str, arms: Mapping[str, Points], saved_at: Sequence[int]) -> Markup:

@@ -97,16 +97,14 @@ def grid_of(comparison: Comparison, most_cells: int = _MAX_CELLS) -> Grid:
     per_row = math.ceil(ranks / _MAX_ROWS)
     columns = max(1, min(_MAX_COLUMNS, most_cells // math.ceil(ranks / per_row)))
     per_column = math.ceil((last - first + 1) / columns)
-    found: dict[tuple[int, int], tuple[int, int, int, int]] = {}
     order = {group: number for number, group in enumerate(GROUPS)}
+    found: dict[tuple[int, int], list[int]] = {}  # cells, values, lowest step, its first group
     for rank, step, count, group in comparison.cells:
-        place = rank // per_row, (step - first) // per_column
-        cells, values, *earliest = found.get(place, (0, 0, step, len(GROUPS)))
-        found[place] = (
-            cells + 1,
-            values + count,
-            *min((earliest[0], earliest[1]), (step, order.get(group, order["other"]))),
-        )
+        sums = found.setdefault((rank // per_row, (step - first) // per_column), [0, 0, step, len(order)])
+        sums[0] += 1
+        sums[1] += count
+        if step < sums[2] or (step == sums[2] and order[group] < sums[3]):
+            sums[2:] = step, order[group]
     bands = {place: Band(cells, values, GROUPS[group]) for place, (cells, values, _, group) in found.items()}
     return Grid(ranks, (first, last), per_row, per_column, bands)
 

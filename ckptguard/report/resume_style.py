@@ -63,6 +63,7 @@ pre { font: .8rem/1.55 var(--mono); background: var(--raised); border-radius: 8p
   overflow-x: auto; tab-size: 4; }
 .card pre { background: var(--ground); }
 
+.folded { margin-top: 1.5rem; } .folded .chart { margin-top: 1.5rem; }
 .chart + .chart { margin-top: 2.25rem; }
 figcaption { margin-bottom: .7rem; }
 .legend { display: flex; flex-wrap: wrap; gap: .2rem 1.25rem; list-style: none; font-size: .85rem; margin-top: .3rem; }

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
 from functools import cache
-from pathlib import Path
+from pathlib import PurePath
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -33,7 +32,6 @@ from ckptguard.report.words import (
 from ckptguard.resume.results import Comparison, Difference, Verification, Word
 
 FORMAT = "ckptguard-verify-resume/1"  # of report.json; another number where a key goes away or means something else
-JSON_FILE, PAGE_FILE = "report.json", "report.html"
 COLOURS: dict[Word, str] = {"equal": "green", "different": "red", "not deterministic": "yellow", "failed": "red"}
 _MAX_ARMS, _MAX_COMPARISONS, _MAX_CULPRITS, _MAX_KNOWN, _MAX_LOG, _MAX_OTHERS = 8, 6, 2, 2, 6, 3
 _INDENT = 14
@@ -42,12 +40,12 @@ _INDENT = 14
 # The screen
 
 
-def screen(verification: Verification, folder: str | None = None, width: int | None = None) -> Iterator[str]:
+def screen(verification: Verification, folder: PurePath | None = None, width: int | None = None) -> Iterator[str]:
     """The verdict in one screen.
 
     Args:
         verification: What was found.
-        folder: Where ``write`` put the reports; None if nowhere.
+        folder: Where report.html and report.json are; None if nowhere.
         width: Columns; by default those of the terminal, 100 at most.
     """
     columns = width or min(shutil.get_terminal_size((100, 24)).columns, 100)
@@ -74,7 +72,7 @@ def _verdict(verification: Verification, columns: int) -> Iterator[str]:
     yield ""
 
 
-def _sections(found: Verification, folder: str | None) -> Iterator[tuple[str, str | None, Sequence[str]]]:
+def _sections(found: Verification, folder: PurePath | None) -> Iterator[tuple[str, str | None, Sequence[str]]]:
     """Label, colour, and lines that may yet be wrapped."""
     yield "", None, ()
     yield "run", None, [_run(found)]
@@ -109,7 +107,7 @@ def _sections(found: Verification, folder: str | None) -> Iterator[tuple[str, st
         yield "excused", None, [f"{rule.rule}, {total:,} values of {', '.join(rule.items[:_MAX_OTHERS])}: {rule.why}"]
     yield "unobserved", None, _capped(list(found.unobserved), _MAX_OTHERS)
     if folder is not None:
-        yield "report", None, [f"{folder}/{PAGE_FILE}", f"{folder}/{JSON_FILE}"]
+        yield "report", None, [str(folder / name) for name in ("report.html", "report.json")]
 
 
 def _run(found: Verification) -> str:
@@ -179,7 +177,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def from_json(value: Any, where: str = JSON_FILE) -> Verification:
+def from_json(value: Any, where: str = "report.json") -> Verification:
     """What ``to_json`` was given.
 
     Args:
@@ -220,16 +218,3 @@ def _built(kind: Any, value: Any) -> Any:
 @cache
 def _fields(kind: type) -> tuple[tuple[str, Any], ...]:
     return tuple(get_type_hints(kind).items())
-
-
-# Files
-
-
-def write(verification: Verification, folder: Path) -> tuple[Path, Path]:
-    """Writes report.html and report.json into the folder; returns their paths."""
-    from ckptguard.report.resume_page import page
-
-    places = folder / PAGE_FILE, folder / JSON_FILE
-    places[0].write_text(page(verification), encoding="utf-8")
-    places[1].write_text(json.dumps(to_json(verification), allow_nan=False) + "\n", encoding="utf-8")
-    return places

@@ -23,6 +23,8 @@ _DIGEST = re.compile(r"(?P<digest>#(?:b3:)?[0-9a-f]{8})[0-9a-f]{24}(?: (?P<kind>
 
 def printable(text: str) -> str:
     """The text without the control characters that logs hold: a terminal would obey them, a page may not hold them."""
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() else " " for c in click.unstyle(text).replace("\t", "    "))
 
 

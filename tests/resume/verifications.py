@@ -107,17 +107,20 @@ def curves(
     noise = Random(7)
     loss = {s: 4.5 + 5.2 * math.exp(-s / (0.4 * steps)) + noise.uniform(-0.06, 0.06) for s in range(1, steps + 1)}
     norm = {s: 1.1 + 7.5 * math.exp(-s / (0.2 * steps)) + noise.uniform(-0.12, 0.12) for s in range(1, steps + 1)}
+    skipped = dict.fromkeys(loss, 0.0)
     half = steps // 2
 
     def off(base: dict[int, float], first: int, last: int, start: int | None) -> tuple[tuple[int, float], ...]:
-        grow = {
-            s: shift * (s - start + 1) ** 1.5 * (-1) ** s if start is not None and s >= start else 0.0 for s in base
-        }
-        return tuple((s, base[s] + grow[s]) for s in range(first, last + 1))
+        def grown(step: int) -> float:
+            if start is None or step < start or base is skipped:
+                return 0.0
+            return shift * (step - start + 1) ** 1.5 * (-1) ** step
+
+        return tuple((s, base[s] + grown(s)) for s in range(first, last + 1))
 
     return tuple(
         Curve(name, of, off(base, first, last, start))
-        for of, base in (("loss lm loss", loss), ("metric grad norm", norm))
+        for of, base in (("loss lm loss", loss), ("metric grad norm", norm), ("metric skipped", skipped))
         for name, first, last, start in (
             ("reference", 1, steps, None),
             ("repeat", 1, steps, repeat_since),
