@@ -19,6 +19,7 @@ from ckptguard.cli.inspect import inspect
 from ckptguard.cli.reshard import reshard
 from ckptguard.cli.seal import seal
 from ckptguard.cli.verify import verify
+from ckptguard.cli.verify_resume import verify_resume
 from ckptguard.core.errors import CkptguardError, ExitCode
 
 _EPILOG = (
@@ -35,7 +36,7 @@ def cli() -> None:
     """Checkpoint integrity and resharding for Megatron: nothing lost, nothing silent, bounded memory."""
 
 
-for _command in (import_, export, reshard, inspect, fingerprint, seal, verify, diff, doctor, completion):
+for _command in (import_, export, reshard, inspect, fingerprint, seal, verify, diff, verify_resume, doctor, completion):
     cli.add_command(_command)
 
 

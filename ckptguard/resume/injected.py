@@ -23,6 +23,11 @@ _RANKS = (
 )
 
 
+def site_directory() -> Path:
+    """The folder to put first on ``PYTHONPATH``: its ``sitecustomize`` starts the recording."""
+    return Path(__file__).parent / "site"
+
+
 def watch() -> None:
     """Hooks the frameworks that are known. Called when torch has been imported, before any of them is."""
     from ckptguard.megatron import watch_bridge, watch_lm

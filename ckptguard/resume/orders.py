@@ -26,6 +26,7 @@ class Order:
         calls: Steps, ``(first, last)`` inclusive, of which module or op calls are recorded; None for none.
         scope: With level ``op``: the module (``chunk 0 decoder.layers.1.mlp``), or ``optimizer``, ``collectives``, to look
             into; None for everything.
+        placed: Parts of whole tensors are recorded too when state is saved or loaded, to compare it under another layout.
         stop_when_loaded: End with exit code 0 once the loaded state was recorded.
         keep: Names of items whose values are kept when a save is made, for ``restore``.
         restore: Names of items that are overwritten right after loading with what the arm in ``restore_from`` kept.
@@ -39,6 +40,7 @@ class Order:
     level: Level = "state"
     calls: tuple[int, int] | None = None
     scope: str | None = None
+    placed: bool = False
     stop_when_loaded: bool = False
     keep: tuple[str, ...] = ()
     restore: tuple[str, ...] = ()

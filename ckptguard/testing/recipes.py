@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -156,24 +157,27 @@ class Recipe:
         return flags
 
 
+def launch_command(recipe: Recipe, flags: Sequence[str], trainer: str = TRAINER) -> list[str]:
+    """The line that runs a trainer for a recipe under torchrun, with more of its flags at the end."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(recipe.world_size)]
+    return [sys.executable, *torchrun, "-m", trainer, *recipe.megatron_flags(), *flags]
+
+
+def launch_environment() -> dict[str, str]:
+    """Variables that it needs beside the caller's: the package on the path, one thread per rank."""
+    package_root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
+    return {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+
+
 def _launch(recipe: Recipe, flags: list[str], timeout_seconds: float, trainer: str = TRAINER) -> str:
     """Run a trainer under torchrun and return what it printed.
 
     Raises:
         MegatronRunError: It failed, or ran longer than the timeout.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(recipe.world_size),
-    ]
-    command += ["-m", trainer, *recipe.megatron_flags(), *flags]
-    package_root = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
-    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    command = launch_command(recipe, flags, trainer)
+    env = os.environ | launch_environment()
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=env)
         try:

@@ -1,0 +1,211 @@
+"""From "these arms differ" to what is to blame: short reruns that look closer, or that put single items right.
+
+Two questions, two ways. Where the *loaded* state differs already, items are put right after loading, first all of them, then
+fewer, until the run is equal again: the smallest set that is needed is to blame. Where the loaded state is equal and a *step*
+differs, both arms run that step again and record module calls, then the operations inside the module that gets the same and
+gives something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from ckptguard.resume.arm_lines import ArmLine, Role
+from ckptguard.resume.call_compare import Located, first_fault
+from ckptguard.resume.compare import compare_steps
+from ckptguard.resume.excuses import RULES
+from ckptguard.resume.results import Comparison, Culprit, Difference
+from ckptguard.resume.session import ArmFailedError, Session
+
+Rerun = Callable[[Role, str, str, int], ArmLine]  # role, name, purpose, last step
+MOST_TRIALS = 12
+KEEPING = "save (keeping values)"
+_NOT_STATE = ("batch", "rng at begin")  # what a step begins with: no module made it
+_OPTIMIZER = ("master", "optimizer", "parameter")  # what an optimizer makes of equal gradients
+
+
+# ---- a step that differs although what was loaded is equal ----
+
+
+def narrow_step(session: Session, rerun: Rerun, steps: Comparison, other: Role = "resume") -> tuple[Culprit, ...]:
+    """Names the module and the operation in it that first give something else from the same.
+
+    Args:
+        session: Arms already run, and where new ones go.
+        rerun: Makes the line of a rerun.
+        steps: The comparison that found a difference.
+        other: Which arm departs: ``resume``, or ``reference`` where the run is not deterministic at all.
+
+    Returns:
+        From the wider to the narrower; empty if nothing could be named, which the chain then says.
+    """
+    first = steps.first
+    assert first is not None
+    if first.group in _NOT_STATE:
+        session.say(
+            f"Step {first.step} already begins with another {first.item}: what it computes from there cannot agree."
+        )
+        why = "The state after loading agrees and the step begins with another value: something used it up in between."
+        return (Culprit("state", first.rank, first.step, first.item, why),)
+    if first.group in _OPTIMIZER and not _differs(steps, "gradient"):
+        located = _look(session, rerun, first.step, other, "optimizer")
+    else:
+        located = _look(session, rerun, first.step, other, None)
+        if located is not None and located.is_certain and located.fault.sort not in ("state", "batch"):
+            closer = _look(session, rerun, first.step, other, located.module)
+            located = closer if closer is not None and closer.is_certain else located
+    if located is None:
+        session.say(
+            f"In the reruns of step {first.step} all recorded calls agree: the difference did not come again, or its cause is "
+            "not a call of a module."
+        )
+        return ()
+    return located.culprits()
+
+
+def _differs(comparison: Comparison, group: str) -> bool:
+    return any(difference.group == group for difference in comparison.at_first)
+
+
+def _look(session: Session, rerun: Rerun, step: int, other: Role, scope: str | None) -> Located | None:
+    """Runs one step of both arms again, closer, and compares the calls."""
+    level, what = ("module", "modules") if scope is None else ("op", f"operations in {scope}")
+    order = {"level": level, "calls": (step, step), "scope": scope}
+    try:
+        one = session.run(
+            rerun("reference", f"reference ({what})", f"step {step} again, with its {what}", step), **order
+        )
+        two = session.run(
+            rerun(
+                other,
+                f"{other} ({what}{', again' if other == 'reference' else ''})",
+                f"step {step} again, with its {what}",
+                step,
+            ),
+            **order,
+        )
+    except ArmFailedError as error:
+        session.say(f"A rerun that records {what} failed: {error.run.problem}")
+        return None
+    located = first_fault(one, two)
+    for sentence in located.evidence if located is not None else ():
+        session.say(sentence)
+    return located
+
+
+# ---- a loaded state that differs ----
+
+
+def narrow_state(session: Session, rerun: Rerun, loaded: Comparison, steps: Comparison) -> tuple[Culprit, ...]:
+    """Names the items of the loaded state that make the run differ, by putting them right one set at a time.
+
+    Args:
+        session: Arms already run, and where new ones go.
+        rerun: Makes the line of a rerun.
+        loaded: What was loaded against what was saved; it differs.
+        steps: The steps after the resume against the reference; they differ.
+    """
+    items = _items(loaded.at_first)
+    assert steps.first is not None
+    if len(items) == 1:
+        return (_named(loaded, items, "It is the only item that was not loaded as it was saved."),)
+    try:
+        session.run(
+            rerun("save", KEEPING, f"the save again, keeping the values of {len(items)} items", loaded.steps[0]),
+            keep=items,
+        )
+        trials = _Trials(session, rerun, steps)
+        if not trials.equal_with(items):
+            session.say(
+                f"With all {len(items)} items put right after loading the run still differs: something beside them does not "
+                "come back."
+            )
+            return ()
+        session.say(f"With all {len(items)} items put right after loading, step {trials.step} is equal.")
+        needed = smallest(items, trials.equal_with, MOST_TRIALS)
+    except ArmFailedError as error:
+        session.say(f"A rerun that puts items right failed: {error.run.problem}")
+        return ()
+    session.say(f"The smallest set found that is enough: {_listed(needed)}.")
+    return (
+        _named(
+            loaded,
+            needed,
+            f"Put right alone, step {trials.step} is equal; the other {len(items) - len(needed)} items that differ do not "
+            "reach it.",
+        ),
+    )
+
+
+class _Trials:
+    """Resumes with some items put right, up to the step that differed."""
+
+    def __init__(self, session: Session, rerun: Rerun, steps: Comparison) -> None:
+        assert steps.first is not None
+        self.session, self.rerun, self.step = session, rerun, steps.first.step
+        self._first_step = steps.steps[0]
+        self._count = 0
+
+    def equal_with(self, items: Sequence[str]) -> bool:
+        """Whether the run is equal to the reference when these items hold what was saved."""
+        self._count += 1
+        line = self.rerun(
+            "resume", f"resume (trial {self._count})", f"resumed with {_listed(items)} put right", self.step
+        )
+        kept = next(run.folder for run in self.session.runs if run.name == KEEPING)
+        records = self.session.run(line, restore=tuple(items), restore_from=kept)
+        compared = compare_steps(
+            "reference",
+            self.session.records["reference"],
+            line.name,
+            records,
+            (self._first_step, self.step),
+            line.purpose,
+            RULES,
+        )
+        return compared.first is None
+
+
+def smallest(items: Sequence[str], enough: Callable[[Sequence[str]], bool], most: int) -> tuple[str, ...]:
+    """A small set of items that is enough, by halving (delta debugging), within a number of trials.
+
+    Args:
+        items: A set that is enough.
+        enough: Asks of a set; every question costs a run.
+        most: How many questions may be asked.
+
+    Returns:
+        The smallest set found; with questions left, no item of it can be left out.
+    """
+    needed, parts, asked = list(items), 2, 0
+    while len(needed) > 1 and asked < most:
+        chunks = [needed[len(needed) * i // parts : len(needed) * (i + 1) // parts] for i in range(parts)]
+        candidates = (
+            chunks if parts == 2 else [*chunks, *([x for c in chunks if c is not chunk for x in c] for chunk in chunks)]
+        )
+        for candidate in candidates:
+            asked += 1
+            if enough(candidate):
+                needed, parts = candidate, 2
+                break
+            if asked >= most:
+                break
+        else:
+            if parts >= len(needed):
+                break
+            parts = min(len(needed), parts * 2)
+    return tuple(needed)
+
+
+def _items(differences: Iterable[Difference]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(difference.item for difference in differences))
+
+
+def _named(loaded: Comparison, items: Sequence[str], why: str) -> Culprit:
+    first = next(difference for difference in loaded.at_first if difference.item in set(items))
+    return Culprit("state", first.rank, first.step, _listed(items), why)
+
+
+def _listed(items: Sequence[str]) -> str:
+    more = f" and {len(items) - 3} more" if len(items) > 3 else ""
+    return ", ".join(items[:3]) + more
