@@ -194,12 +194,12 @@ _VALUES = (
     _state(
         name="amax-history-zeroed",
         what="amax history in an _extra_state zeroed (stand-in in TE's form)",
-        expected=_loaded("extra state", "linear_fc1"),
+        expected=_loaded("extra state", "linear_fc2"),
     ),
     _state(
         name="fp8-scale-changed",
         what="scale in an _extra_state doubled (stand-in in TE's form)",
-        expected=_loaded("extra state", "linear_fc1"),
+        expected=_loaded("extra state", "linear_fc2"),
     ),
     _state(
         name="mxfp8-scale-byte",

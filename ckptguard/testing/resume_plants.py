@@ -7,6 +7,7 @@ from typing import Any
 from ckptguard.testing import resume_state_plants as state
 from ckptguard.testing import resume_step_plants as step
 from ckptguard.testing.resume_faults import PREPARED
+from ckptguard.testing.resume_peers import hash_items
 from ckptguard.testing.resume_state_plants import Plant
 
 _EXPERT = r"\.local_experts\.0\."
@@ -18,12 +19,19 @@ def _nan_payload(element_bytes: int) -> int:
 
 
 def _prepare(recorder: Any) -> None:
-    for plant in (state.corner_values, state.drawing, step.reads_empty, step.scaled_modules):
+    for plant in (
+        state.cuda_apart,
+        state.corner_values,
+        state.drawing,
+        step.reads_empty,
+        step.scaled_modules,
+    ):
         plant(recorder)
 
 
 PLANTS: dict[str, Plant] = {
     PREPARED: _prepare,
+    "hash_tensor": hash_items,
     "exp_avg-bit": state.flipped_bit("optimizer", "^optimizer exp_avg chunk"),
     "exp_avg_sq-bit": state.flipped_bit("optimizer", "^optimizer exp_avg_sq chunk"),
     "master-bit": state.flipped_bit("master", "^master"),

@@ -287,6 +287,20 @@ def drawing(recorder: Any) -> None:
     recorder.before["step"].append(stepped)
 
 
+def cuda_apart(_: Any) -> None:
+    """Gives CUDA a generator of its own, as a GPU has; on the CPU stand-in it is torch's CPU generator."""
+    generator = torch.Generator().manual_seed(1)
+
+    def read(*_: Any, **__: Any) -> torch.Tensor:
+        return generator.get_state()
+
+    def write(state: torch.Tensor, *_: Any, **__: Any) -> None:
+        generator.set_state(state)
+
+    for module in (torch.cuda, torch.cuda.random):
+        module.get_rng_state, module.set_rng_state = read, write  # type: ignore[attr-defined]
+
+
 def one_draw(_: Any, __: Items) -> None:
     """One number of torch's CPU generator."""
     torch.rand(())

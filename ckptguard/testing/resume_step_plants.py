@@ -354,17 +354,17 @@ def repeat_one(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 def missing_key(name: str) -> Plant:
-    """A weight is not in what was read, and Megatron's own second try, which is not strict, hides that."""
+    """A weight is not among what is read, and Megatron's own second try, which is not strict, hides that."""
 
     def plant(recorder: Any) -> None:
         def patch(module: ModuleType) -> None:
             load = module._load_base_checkpoint
 
             def loading(*args: Any, **kwargs: Any) -> Any:
-                state, *rest = load(*args, **kwargs)
-                if state and "model" in state:
-                    del state["model"][next(key for key in state["model"] if key.endswith(name))]
-                return (state, *rest)
+                wanted = (kwargs.get("sharded_state_dict") or {}).get("model")
+                if wanted:  # what is not wanted is not read into the weight either
+                    del wanted[next(key for key in wanted if key.endswith(name))]
+                return load(*args, **kwargs)
 
             module._load_base_checkpoint = loading  # type: ignore[attr-defined]
 
@@ -380,7 +380,7 @@ def scaled_modules(recorder: Any) -> None:
     """
 
     def patch(module: ModuleType) -> None:
-        linear = module.ColumnParallelLinear
+        linear = module.RowParallelLinear  # the output layer is a column-parallel one, and must have no such state
         forward = linear.forward
 
         def get(self: Any) -> torch.Tensor:
@@ -412,7 +412,7 @@ def scaling_changed(key: str) -> Plant:
     def plant(recorder: Any) -> None:
         def loaded(recorder: Any, step: int, _: Items) -> None:
             if step > 0:
-                state = _scaling(_module(recorder, "layers.0.mlp.linear_fc1"))
+                state = _scaling(_module(recorder, "layers.0.mlp.linear_fc2"))
                 state[key] = [0.0] * 4 if key == "amax_history" else state[key] * 2
 
         recorder.before["loaded"].append(loaded)
