@@ -11,11 +11,10 @@ parameters), ``Float16OptimizerWithFloat16Params`` and ``FP32Optimizer``, or tor
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any
 
 from ckptguard.core.watching import LiveItem
-from ckptguard.megatron.live_values import always, entry_item, is_plain, plain, tensor_items
+from ckptguard.megatron.live_values import always, copy_into, entry_item, is_plain, plain, tensor_items
 
 _MASTER_KEY = "master_param"
 
@@ -70,7 +69,7 @@ class LiveOptimizer:
             for name, _ in self._owned(number):
                 if (param := self._params.get(name)) is not None:
                     owned = link._get_model_param_range_map(param)["param"] if cut else None
-                    items.append(LiveItem(f"gradient {name}", "gradient", partial(_gradient, param, owned)))
+                    items.append(_gradient_item(name, param, owned))
         return items
 
     def _inner_of(self, link: Any) -> Any:
@@ -190,11 +189,15 @@ def _scaler_items(number: int, scaler: Any) -> list[LiveItem]:
     return [*fixed, *map(item, keys)]
 
 
-def _gradient(param: Any, owned: Any) -> Any:
-    """A gradient, or its flat elements ``[owned.start, owned.end)``; None if there is none."""
-    gradient = getattr(param, "main_grad", None)
-    gradient = param.grad if gradient is None else gradient
-    if gradient is None:
-        return None
-    gradient = getattr(gradient, "_local_tensor", gradient).detach()
-    return gradient if owned is None else gradient.view(-1)[owned.start : owned.end]
+def _gradient_item(name: str, param: Any, owned: Any) -> LiveItem:
+    """A gradient, or its flat elements ``[owned.start, owned.end)``; its value is None if there is none."""
+
+    def read() -> Any:
+        gradient = getattr(param, "main_grad", None)
+        gradient = param.grad if gradient is None else gradient
+        if gradient is None:
+            return None
+        gradient = getattr(gradient, "_local_tensor", gradient).detach()
+        return gradient if owned is None else gradient.view(-1)[owned.start : owned.end]
+
+    return LiveItem(f"gradient {name}", "gradient", read, lambda value: copy_into(read(), value))

@@ -9,7 +9,6 @@ apart, as it does for torch's own ``state_dict``.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -61,6 +60,7 @@ class LiveState:
             for name, module in chunk.named_modules()
             if module._buffers or hasattr(module, "fp8_meta") or _has_extra_state(module)
         ]
+        self._biased_layers = sorted({layer for chunk in self._chunks for layer in _biased_layers(chunk)})
         self._form: object = None
         self._items: tuple[LiveItem, ...] = ()
         self._gradients: tuple[LiveItem, ...] | None = None
@@ -91,7 +91,7 @@ class LiveState:
         """What decides which items there are, cheap enough for every step."""
         buffers = sum(buffer is not None for _, module in self._modules for buffer in module._buffers.values())
         fp8 = sum(1 for _, module in self._modules for _ in _fp8_tensors(module))
-        return self._optimizer.form(), buffers, fp8, len(_router_biases()), tracker_names()
+        return self._optimizer.form(), buffers, fp8, tracker_names()
 
     def _model_items(self) -> Iterator[LiveItem]:
         for name, param in self._params.items():
@@ -135,13 +135,7 @@ class LiveState:
                 yield attribute_item(f"scheduler {key}", "scheduler", self._scheduler, key)
         yield from generator_items()
         yield from _rerun_items()
-        for layer in sorted(_router_biases()):
-            yield from tensor_items(
-                f"other router bias of layer {layer}",
-                "other",
-                partial(_router_bias, layer),
-                self._unobserved,
-            )
+        yield from map(_router_bias_item, self._biased_layers)
         for number, chunk in enumerate(self._chunks):
             if (handles := getattr(chunk, "remove_forward_pre_hook_handles", None)) is not None:
                 yield LiveItem(f"other forward pre-hooks chunk {number}", "other", partial(bool, handles))
@@ -185,14 +179,25 @@ def _fp8_tensors(module: Any) -> Iterator[tuple[str, str]]:
                 yield where, key
 
 
-def _router_biases() -> dict[int, Any]:
-    """Biases of the router that are drawn once per process (``--moe-router-force-biased`` below zero)."""
-    module = sys.modules.get("megatron.core.transformer.moe.moe_utils")
-    return {} if module is None else module.RandomSTEShared._cache
+def _biased_layers(chunk: Any) -> Iterator[int]:
+    """Layers whose router draws a bias once per process and keeps it (``--moe-router-force-biased`` below zero)."""
+    for module in chunk.modules():
+        std = getattr(getattr(module, "config", None), "moe_router_force_biased", None)
+        if std is not None and std < 0 and hasattr(module, "routing") and module.layer_number is not None:
+            yield module.layer_number
 
 
-def _router_bias(layer: int) -> Any:
-    return _router_biases()[layer]
+def _router_bias_item(layer: int) -> LiveItem:
+    """The bias, None before it is drawn."""
+    from megatron.core.transformer.moe.moe_utils import RandomSTEShared
+
+    kept = RandomSTEShared._cache
+    return LiveItem(
+        f"other router bias of layer {layer}",
+        "other",
+        lambda: kept.get(layer),
+        lambda value: kept.update({layer: value.clone()}) if value is not None else kept.pop(layer, None),
+    )
 
 
 def _rerun_items() -> Iterator[LiveItem]:

@@ -57,7 +57,7 @@ def tensor_items(name: str, group: Group, get: Callable[[], Any], unobserved: li
     """
     tensor = get()
     if is_plain(tensor):
-        return [LiveItem(name, group, lambda: get().detach(), lambda value: _copy(get(), value))]
+        return [LiveItem(name, group, lambda: get().detach(), lambda value: copy_into(get(), value))]
     parts = tensor_parts(tensor)
     if parts is None:
         unobserved.append(f"{name}: a {type(tensor).__name__} keeps its elements in tensors that are not known here")
@@ -67,12 +67,12 @@ def tensor_items(name: str, group: Group, get: Callable[[], Any], unobserved: li
         def now() -> Any:
             return (tensor_parts(get()) or {}).get(suffix)
 
-        return LiveItem(f"{name}{suffix}", group, now, lambda value: _copy(now(), value))
+        return LiveItem(f"{name}{suffix}", group, now, lambda value: copy_into(now(), value))
 
     return [part(suffix) for suffix in parts]
 
 
-def _copy(target: Any, value: Any) -> None:
+def copy_into(target: Any, value: Any) -> None:
     """In place, whether or not a gradient is wanted for the target."""
     import torch
 
@@ -115,6 +115,8 @@ def can_be_put_back(value: Any) -> bool:
     """Whether what ``plain`` makes of a value can be made the value again."""
     import torch
 
+    if isinstance(value, dict):
+        return all(isinstance(key, str) for key in value) and can_be_put_back(list(value.values()))
     if isinstance(value, tuple | list):
         return all(isinstance(item, bool | int | float | str | None) for item in value)
     return isinstance(value, bool | int | float | str | None | torch.Tensor) and not isinstance(value, enum.Enum)
@@ -125,7 +127,7 @@ def put_back(value: Any, old: Any, put: Callable[[Any], None]) -> None:
     import torch
 
     if isinstance(old, torch.Tensor):
-        _copy(old, value)
+        copy_into(old, value)
     else:
         put(tuple(value) if isinstance(old, tuple) else value)
 

@@ -75,7 +75,8 @@ def parallel_facts() -> dict[str, dict[str, int]]:
     """``sizes`` and ``ranks`` by axis; an axis that a version does not have, or that is not in use, is left out."""
     from megatron.core import parallel_state
 
-    sizes, ranks = {}, {}
+    sizes: dict[str, int] = {}
+    ranks: dict[str, int] = {}
     for axis, name in _AXES.items():
         for kind, out in (("world_size", sizes), ("rank", ranks)):
             ask = getattr(parallel_state, f"get_{name}_{kind}", None)
