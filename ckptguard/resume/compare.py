@@ -49,8 +49,8 @@ def compare_steps(
     """
     wanted = range(steps[0], steps[1] + 1)
     ranks = _ranks(one_name, one, other_name, other)
-    _refuse_short(one_name, one, "step", wanted)
-    _refuse_short(other_name, other, "step", wanted)
+    refuse_short(one_name, one, "step", wanted)
+    refuse_short(other_name, other, "step", wanted)
     tally = _Tally(Context("step", steps, one, other))
     for rank in ranks:
         ours, theirs = (events_by_step(records[rank], "step") for records in (one, other))
@@ -89,8 +89,8 @@ def compare_loaded(
         EnvironmentFailedError: A rank recorded no save, or no load, of that step.
     """
     ranks = _ranks(one_name, one, other_name, other)
-    _refuse_short(one_name, one, "saved", (step,))
-    _refuse_short(other_name, other, "loaded", (step,))
+    refuse_short(one_name, one, "saved", (step,))
+    refuse_short(other_name, other, "loaded", (step,))
     tally = _Tally(Context("loaded", (step, step), one, other, later))
     for rank in ranks:
         tally.add(rank, step, *tally.context.pair(rank, step))
@@ -215,35 +215,43 @@ def _ranks(one_name: str, one: Records, other_name: str, other: Records) -> list
         UsageError: Their worlds have different sizes.
         EnvironmentFailedError: A rank of a world recorded nothing.
     """
-    sizes = {name: _world_size(name, records) for name, records in ((one_name, one), (other_name, other))}
-    if len(set(sizes.values())) > 1:
-        told = " and ".join(f"{name} has {size} ranks" for name, size in sizes.items())
+    sizes = world_size(one_name, one), world_size(other_name, other)
+    if sizes[0] != sizes[1]:
         raise UsageError(
-            f"{told}: ranks of different layouts hold different parts",
+            f"{one_name} has {sizes[0]} ranks and {other_name} has {sizes[1]}: ranks of different layouts hold different parts",
             next_step="Compare whole tensors, which do not depend on the layout.",
         )
-    for name, records in ((one_name, one), (other_name, other)):
-        absent = [rank for rank in range(sizes[name]) if rank not in records]
-        if absent:
-            raise EnvironmentFailedError(
-                f"{name}: {len(absent)} of {sizes[name]} ranks recorded nothing: {_some(absent)}",
-                next_step="See the arm's log; its folder has to be visible on every node.",
-            )
     return sorted(one)
 
 
-def _world_size(name: str, records: Records) -> int:
+def world_size(name: str, records: Records) -> int:
+    """How many ranks an arm has, all of which recorded something.
+
+    Raises:
+        EnvironmentFailedError: One did not, or they do not tell of the same world.
+    """
     told = {record.facts["world_size"] for record in records.values() if "world_size" in record.facts}
     if len(told) > 1:
         raise EnvironmentFailedError(
             f"{name}: its ranks tell of worlds of {_some(sorted(told))} ranks",
             next_step="Start every arm in a folder of its own.",
         )
-    return int(told.pop()) if told else max(records, default=-1) + 1
+    size = int(told.pop()) if told else max(records, default=-1) + 1
+    absent = [rank for rank in range(size) if rank not in records]
+    if absent or not records:
+        raise EnvironmentFailedError(
+            f"{name}: {len(absent)} of {size} ranks recorded nothing: {_some(absent)}",
+            next_step="See the arm's log; its folder has to be visible on every node.",
+        )
+    return size
 
 
-def _refuse_short(name: str, records: Records, kind: Kind, steps: Sequence[int]) -> None:
-    """Raises if a rank did not record an event that was asked for."""
+def refuse_short(name: str, records: Records, kind: Kind, steps: Sequence[int]) -> None:
+    """Sees to it that no rank lacks an event.
+
+    Raises:
+        EnvironmentFailedError: One does; names it, its last event, and whether its stream is torn.
+    """
     short: dict[int, list[int]] = {}
     for rank, record in sorted(records.items()):
         present = events_by_step(record, kind)

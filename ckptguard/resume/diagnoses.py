@@ -144,33 +144,45 @@ def _offsets(found: Sequence[Difference]) -> Iterator[str]:
 def _moved_batches(found: Sequence[Difference], one: Records) -> Iterator[str]:
     """Such as that the batch of step 12 is that of step 11, which is repeated."""
     moves: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for rank in dict.fromkeys(d.rank for d in found):
+    for rank in dict.fromkeys(d.rank for d in found if d.group == "batch"):
         batches = [d for d in found if d.rank == rank and d.group == "batch" and is_tensor(d.other)]
-        ways = [_places_of_batch(d, one[rank]) for d in batches]
-        known = [way for way in ways if way]
+        known = [places for d in batches if (places := _places_of_batch(d, one[rank]))]
         if known and (common := set.intersection(*known)):
-            moves[min(common, key=lambda way: (abs(way[0]), abs(way[1])))].append(rank)
+            per_step = 1 + max(int(match[1]) for d in batches if (match := _BATCH.fullmatch(d.item)))
+            moves[min(common, key=abs), per_step].append(rank)
     step = found[0].step
-    for (steps, micro_batches), ranks in moves.items():
-        on = ranks_text(ranks)
-        if steps:
-            way = "repeated" if steps < 0 else "one or more were skipped"
-            which = f"micro-batches of step {step + steps}" if micro_batches else f"batch of step {step + steps}"
-            yield f"The batch of step {step} on {on} is made of the {which}: {way}."
-        elif micro_batches:
-            yield f"The batch of step {step} on {on} is its own, off by {micro_batches:+d} micro-batches."
+    for (offset, per_step), ranks in moves.items():
+        what = "skipped" if offset > 0 else "repeated"
+        steps, rest = divmod(abs(offset), per_step)
+        if rest:
+            amount = _plural(abs(offset), "micro-batch", "es")
+            yield f"The data of step {step} on {ranks_text(ranks)} are off by {amount}: {amount} {what}."
+        else:
+            held = step + (steps if offset > 0 else -steps)
+            yield f"The batch of step {step} on {ranks_text(ranks)} is that of step {held}: {_plural(steps, 'step')} {what}."
 
 
-def _places_of_batch(difference: Difference, record: RankRecord) -> set[tuple[int, int]]:
-    """(steps, micro-batches) by which a wrong batch is away from where the same data stand in the right arm."""
+def _places_of_batch(difference: Difference, record: RankRecord) -> set[int]:
+    """By how many micro-batches a wrong batch is after the place where the right arm has the same data."""
     here = _BATCH.fullmatch(difference.item)
-    places = set()
+    places, at, number_of = [], 0, 0
     for event in record.events if here else ():
+        if event.kind != "step":
+            continue
         for item, value in event.values.items():
-            there = _BATCH.fullmatch(item) if value == difference.other else None
-            if there and here and there[2] == here[2] and event.kind == "step":
-                places.add((event.step - difference.step, int(there[1]) - int(here[1])))
-    return places
+            there = _BATCH.fullmatch(item)
+            if there is None or here is None or there[2] != here[2]:
+                continue
+            if value == difference.other:
+                places.append(at)
+            if event.step == difference.step and item == difference.item:
+                number_of = at
+            at += 1
+    return {place - number_of for place in places}
+
+
+def _plural(count: int, what: str, ending: str = "s") -> str:
+    return f"{count} {what}{'' if count == 1 else ending}"
 
 
 def _of_other_ranks(found: Sequence[Difference], one: Records) -> Iterator[str]:

@@ -132,7 +132,7 @@ def test_what_only_a_step_has_is_no_part_of_a_loaded_state() -> None:
 
 
 def test_ends_that_do_not_match_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"reference has 3 ranks and resume has 2 ranks"):
+    with pytest.raises(UsageError, match=r"reference has 3 ranks and resume has 2:"):
         steps(REFERENCE, arm((4, 6), ranks=2))
     short = without(without(RESUME, "step", 5, 1), "step", 6, 1)
     torn = {**short, 1: dataclasses.replace(short[1], ended=False)}
