@@ -83,6 +83,7 @@ figcaption { margin-bottom: .7rem; }
 .arm { stroke-width: 1.75; } .arm.first { stroke-width: 7; } .arm.third, .arm.fourth { stroke-dasharray: 7 5; }
 .dots { stroke-width: 6; } .dots.crowd { stroke-width: 3; }
 .same.second, .same.third, .same.fourth, .same.fifth { stroke-width: 3.5; opacity: .55; }
+.note + .cards, .note + .chain, h4 + .tags { margin-top: .5rem; }
 .plot + .note { margin-top: .4rem; }
 .cursor { position: absolute; top: 0; bottom: 0; width: 1px; background: var(--quiet); pointer-events: none; }
 .tip { position: absolute; top: .25rem; z-index: 2; pointer-events: none; background: var(--ground);

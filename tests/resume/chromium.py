@@ -36,12 +36,16 @@ class Browser:
     def open(self, path: Path, *, width: int = 1400, dark: bool = False, scripts: bool = True) -> None:
         """Shows a file in a window of that width."""
         self.devtools("Emulation.setScriptExecutionDisabled", value=not scripts)
-        self.devtools("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        self.resize(width)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.devtools("Emulation.setEmulatedMedia", features=[scheme])
         self.log("performance")
         self.log("browser")
         self._ask("POST", f"{self._session}/url", {"url": path.as_uri()})
+
+    def resize(self, width: int) -> None:
+        """Makes the window that wide, in CSS pixels."""
+        self.devtools("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
 
     def run(self, script: str, *arguments: object) -> Any:
         """What a function body returns in the page."""
@@ -76,7 +80,9 @@ class Browser:
 @contextmanager
 def chromium() -> Iterator[Browser]:
     """A browser; nothing of it is left afterwards."""
-    driver = subprocess.Popen(["chromedriver", "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    driver = subprocess.Popen(
+        ["chromedriver", "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
     try:
         assert driver.stdout is not None
         said = ""

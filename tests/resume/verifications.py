@@ -367,7 +367,8 @@ def many_ranks(ranks: int = 64, steps: int = 20, items: int = 24) -> Verificatio
     resume = dataclasses.replace(
         load, first=later[0], at_first=later, one="reference", other="resume",
         question="does the resumed run go on as it would have?", steps=(half + 1, steps), values=241 * ranks * half,
-        cells=tuple((r, s, items + s, "master" if s == half + 1 else "loss") for s in range(half + 1, steps + 1)
+        cells=tuple((r, s, items + s, "master" if s == half + 1 else "loss")
+                    for s in range(half + 1, steps + 1, max(1, steps // 100))
                     for r in (group if s == half + 1 else range(ranks))),
     )  # fmt: skip
     return dataclasses.replace(
