@@ -33,7 +33,6 @@ class Expected:
         group: Group of the first item.
         item: Pattern of its name.
         rank: Of it; None where it is the same on all.
-        step: Of it; None is the step that was loaded, or the first after it.
         module: Pattern of the module to blame, for compute faults.
         operation: Pattern of the operation to blame.
     """
@@ -42,7 +41,6 @@ class Expected:
     group: Group | None = None
     item: str = ""
     rank: int | None = 0
-    step: int | None = None
     module: str = ""
     operation: str = ""
 
@@ -59,6 +57,7 @@ class Fault:
         where: ``process``: ``plant`` does it; ``files``: an edit of the checkpoint; ``launch``: flags or variables of the
             resumed arm; ``nowhere``: the recipe itself has it; ``GPU``: it cannot be had on a CPU.
         expected: The first report.
+        prepared: Every arm has to be planted with ``PREPARED``, or there is nothing to act on.
         flags: Added to the resumed arm's line.
         variables: Added to the resumed arm's environment.
     """
@@ -69,6 +68,7 @@ class Fault:
     expected: Expected
     recipe: str = "dense"
     where: Where = "process"
+    prepared: bool = False
     flags: tuple[str, ...] = ()
     variables: tuple[tuple[str, str], ...] = ()
 
@@ -140,11 +140,13 @@ _VALUES = (
     _state(
         name="sign-of-zero",
         what="+0 made -0 in a weight",
+        prepared=True,
         expected=_loaded("parameter", "word_embeddings"),
     ),
     _state(
         name="nan-payload",
         what="a NaN in a master given another payload, in a row that no sample reads",
+        prepared=True,
         expected=_loaded("master", "word_embeddings"),
     ),
     _state(
@@ -194,11 +196,13 @@ _VALUES = (
     _state(
         name="amax-history-zeroed",
         what="amax history in an _extra_state zeroed (stand-in in TE's form)",
+        prepared=True,
         expected=_loaded("extra state", "linear_fc2"),
     ),
     _state(
         name="fp8-scale-changed",
         what="scale in an _extra_state doubled (stand-in in TE's form)",
+        prepared=True,
         expected=_loaded("extra state", "linear_fc2"),
     ),
     _state(
@@ -264,8 +268,15 @@ _COUNTS = (
         recipe="dropout",
         expected=_loaded("rng", "torch cpu"),
     ),
-    _state(name="numpy-rng-omitted", what="numpy's generator not restored", expected=_loaded("rng", "numpy")),
-    _state(name="python-rng-omitted", what="Python's generator not restored", expected=_loaded("rng", "python")),
+    _state(
+        prepared=True, name="numpy-rng-omitted", what="numpy's generator not restored", expected=_loaded("rng", "numpy")
+    ),
+    _state(
+        prepared=True,
+        name="python-rng-omitted",
+        what="Python's generator not restored",
+        expected=_loaded("rng", "python"),
+    ),
     _state(
         name="samples-plus",
         what="consumed samples + 1 micro-batch",
@@ -326,6 +337,7 @@ _COMPUTE = (
     _compute(
         name="empty-read",
         what="a norm adds memory that it never wrote",
+        prepared=True,
         expected=_step("loss", "lm loss", module="final_layernorm", operation="aten.add"),
     ),
     _compute(
@@ -359,6 +371,7 @@ _CONTROLS = (
     _control(
         name="torch-rng-draw",
         what="one draw of torch's CPU generator before the first step, which nothing uses",
+        prepared=True,
         expected=Expected(answer="explained", group="rng", item="torch cpu", rank=None),
     ),
 )

@@ -1,7 +1,7 @@
 """Runs of a recipe with faults in the resumed arm, and what is found of each: one reference and one save for all of them.
 
-Arms are launched and compared as ``verify-resume`` does it. A row costs one launch: a resumed arm records what it loaded before it
-goes on.
+Arms are launched and compared as ``verify-resume`` does it. A row costs one launch: a resumed arm records what it loaded before
+it goes on.
 """
 
 from __future__ import annotations
@@ -17,19 +17,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-import ckptguard.resume
 from ckptguard.core.errors import UsageError
 from ckptguard.resume.arm_lines import ArmLine, Request, Role, plan_rerun
 from ckptguard.resume.arms import run_arm
-from ckptguard.resume.call_compare import Located, first_fault
+from ckptguard.resume.call_compare import first_fault
 from ckptguard.resume.compare import compare_loaded, compare_steps
 from ckptguard.resume.excuses import RULES
+from ckptguard.resume.injected import site_directory
 from ckptguard.resume.launch_line import parse
 from ckptguard.resume.orders import Order
 from ckptguard.resume.records import RankRecord, read_arm
-from ckptguard.resume.results import Comparison, Difference
+from ckptguard.resume.results import Comparison
 from ckptguard.resume.settings import contradictions
 from ckptguard.testing.recipes import TRAINER, Recipe, resave
 from ckptguard.testing.resume_faults import FAULT_RECIPES, PREPARED, Fault, file_edits
@@ -38,9 +37,10 @@ from ckptguard.testing.resume_peers import first_other_hash, first_other_loss, r
 Records = dict[int, RankRecord]
 SAVE_AT, STEPS = 2, 4
 _ROOT = Path(__file__).resolve().parents[2]
-_SITE = Path(ckptguard.resume.__file__).parent / "site"
 _PLANT = "ckptguard.testing.resume_faults:plant"
-_OF_EVERY_RESUME = frozenset({"counts of the process in the rerun state machine"})  # rules that a clean resume needs too
+_OF_EVERY_RESUME = frozenset(
+    {"counts of the process in the rerun state machine"}
+)  # rules that a clean resume needs too
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "NCCL_ALGO": "Ring"}
 
 
@@ -50,14 +50,18 @@ class ArmFailedError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What was found of a fault.
+    """What was found of a fault; plain values.
 
     Attributes:
         name: Of the fault.
-        answer: As ``Expected.answer``.
-        first: The first difference.
+        answer: As ``Expected.answer``, or ``failed``.
+        step: Of the first difference; None and empty where there is none.
+        rank: Of it.
+        group: Of its item.
+        item: Its name.
+        module: The module to blame, of compute faults; empty if none is.
+        operation: The operation to blame.
         excused: Names of rules that explain differences, but those that every resume needs.
-        located: The module and the operation to blame, for compute faults.
         loss: Where a comparison of losses would have seen it first; None for nowhere.
         hashes: The same of ``torch.hash_tensor``.
         values: How many values were compared.
@@ -67,9 +71,13 @@ class Row:
 
     name: str
     answer: str
-    first: Difference | None = None
+    step: int | None = None
+    rank: int | None = None
+    group: str = ""
+    item: str = ""
+    module: str = ""
+    operation: str = ""
     excused: tuple[str, ...] = ()
-    located: Located | None = None
     loss: str | None = None
     hashes: str | None = None
     values: int = 0
@@ -109,43 +117,59 @@ class Bench:
         """Resumes with a fault and tells what is found."""
         if fault.where == "GPU":
             return Row(name=fault.name, answer="not run")
-        request = self._request(fault)
+        request = request_for(self.recipe, self.folder, flags=fault.flags, variables=fault.variables)
         if _refused(request):
             return judged(fault, Row(name=fault.name, answer="refused"))
-        reference, save = self.reference, self.save
+        _ = self.reference, self.save  # a resume needs what the save arm saved
         line = self._line("resume", fault.name, request)
         if fault.where == "files":
             line = self._with_other_files(line, fault)
         since = time.monotonic()
         try:
-            records = self.run(line, plants=fault.name if fault.where == "process" else "", operations=fault.sort == "compute")
+            records = self.run(
+                line, plants=fault.name if fault.where == "process" else "", operations=fault.sort == "compute"
+            )
         except ArmFailedError as error:
             return Row(name=fault.name, answer="failed", problem=str(error))
-        seconds = time.monotonic() - since
+        return judged(fault, self._found(fault, records, Path(line.folder), time.monotonic() - since))
+
+    def _found(self, fault: Fault, records: Records, folder: Path, seconds: float) -> Row:
         steps, loaded = self.compare(records)
         first = loaded.first or steps.first
-        excused = tuple(dict.fromkeys(e.rule for e in (*loaded.excused, *steps.excused) if e.rule not in _OF_EVERY_RESUME))
-        answer = first.kind if first else "explained" if excused else "silent"
-        hashes = [read_hashes(self.folder / name) for name in ("reference", "save", Path(line.folder).name)]
+        rules = dict.fromkeys(e.rule for e in (*loaded.excused, *steps.excused))
+        excused = tuple(rule for rule in rules if rule not in _OF_EVERY_RESUME)
+        located = first_fault(self.reference, records) if fault.sort == "compute" else None
+        hashes = [read_hashes(path) for path in (self.folder / "reference", self.folder / "save", folder)]
         row = Row(
             name=fault.name,
-            answer=answer,
-            first=first,
+            answer="explained" if excused else "silent",
+            module=located.module if located else "",
+            operation=located.op if located else "",
             excused=excused,
-            located=first_fault(reference, records) if fault.sort == "compute" else None,
-            loss=first_other_loss(reference, records),
+            loss=first_other_loss(self.reference, records),
             hashes=first_other_hash(*hashes),
             values=steps.values + loaded.values,
             seconds=seconds,
         )
-        return judged(fault, row)
+        if first is None:
+            return row
+        found = {"answer": first.kind, "step": first.step, "rank": first.rank, "group": first.group, "item": first.item}
+        return dataclasses.replace(row, **found)  # type: ignore[arg-type]
 
     def compare(self, records: Records) -> tuple[Comparison, Comparison]:
         """Of a resumed arm: its steps against the reference, and what it loaded against what was saved."""
         steps = compare_steps(
-            "reference", self.reference, "resume", records, (SAVE_AT + 1, STEPS), "does it go on as the reference?", RULES
+            "reference",
+            self.reference,
+            "resume",
+            records,
+            (SAVE_AT + 1, STEPS),
+            "does it go on as the reference?",
+            RULES,
         )
-        loaded = compare_loaded("save", self.save, "resume", records, SAVE_AT, "is what was saved loaded?", RULES, steps)
+        loaded = compare_loaded(
+            "save", self.save, "resume", records, SAVE_AT, "is what was saved loaded?", RULES, steps
+        )
         return steps, loaded
 
     def run(self, line: ArmLine, *, plants: str = "", operations: bool = False) -> Records:
@@ -173,29 +197,10 @@ class Bench:
         """A resume with nothing planted."""
         return self.run(self._line("resume", name))
 
-    def _request(self, fault: Fault | None = None) -> Request:
-        launched, world = [sys.executable], self.recipe.world_size
-        added = dict(_ENVIRONMENT)
-        if world > 1:
-            launched += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-        else:  # a launcher takes seconds, and has nothing to do
-            added |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-            added |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-        return Request(
-            line=parse([*launched, "-m", TRAINER, *self.recipe.megatron_flags()]),
-            framework="megatron-lm",
-            steps=STEPS,
-            save_at=(SAVE_AT - 1, SAVE_AT),
-            folder=str(self.folder),
-            site=str(_SITE),
-            environment=os.environ | _ENVIRONMENT | {"PYTHONPATH": str(_ROOT)},
-            added_environment=added,
-            resume_args=fault.flags if fault else (),
-            resume_environment=dict(fault.variables) if fault else {},
-        )
-
     def _line(self, role: Role, name: str, request: Request | None = None) -> ArmLine:
-        return plan_rerun(request or self._request(), role, name=name, purpose="a trial", end=STEPS)
+        return plan_rerun(
+            request or request_for(self.recipe, self.folder), role, name=name, purpose="a trial", end=STEPS
+        )
 
     def _with_other_files(self, line: ArmLine, fault: Fault) -> ArmLine:
         """The arm with a changed copy of the checkpoint."""
@@ -208,6 +213,38 @@ class Bench:
             file_edits()[fault.name](copy)
         command = tuple(word.replace(old, str(copy)) for word in line.command)
         return dataclasses.replace(line, command=command, checkpoints=str(copy))
+
+
+def request_for(
+    recipe: Recipe, folder: Path, *, flags: Sequence[str] = (), variables: Sequence[tuple[str, str]] = ()
+) -> Request:
+    """What is to be proved of a recipe.
+
+    Args:
+        recipe: What is trained, for at least ``STEPS`` steps.
+        folder: For the arms.
+        flags: More of the resumed run's command line.
+        variables: More of its environment.
+    """
+    command, world = [sys.executable], recipe.world_size
+    added = dict(_ENVIRONMENT)
+    if world > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+    else:  # a launcher takes seconds, and has nothing to do
+        added |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        added |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    return Request(
+        line=parse([*command, "-m", TRAINER, *recipe.megatron_flags()]),
+        framework="megatron-lm",
+        steps=STEPS,
+        save_at=(SAVE_AT - 1, SAVE_AT),
+        folder=str(folder),
+        site=str(site_directory()),
+        environment=os.environ | _ENVIRONMENT | {"PYTHONPATH": str(_ROOT)},
+        added_environment=added,
+        resume_args=tuple(flags),
+        resume_environment=dict(variables),
+    )
 
 
 def bench_for(fault: Fault, faults: Sequence[Fault], folder: Path) -> Bench:
@@ -223,36 +260,25 @@ def bench_for(fault: Fault, faults: Sequence[Fault], folder: Path) -> Bench:
 
 def judged(fault: Fault, row: Row) -> Row:
     """The row with what is not as expected, if anything."""
-    expected, wrong = fault.expected, []
+    expected = fault.expected
     if row.answer != expected.answer:
-        wrong.append(f"the answer is {row.answer}, not {expected.answer}")
-    if row.first is not None and not wrong:
-        wrong += _unlike_first(fault, row.first)
-    if expected.answer == "explained" and not row.excused:
-        wrong.append("no rule explains it")
-    if expected.module or expected.operation:
-        wrong += _unlike_located(fault, row.located)
-    return dataclasses.replace(row, problem="; ".join(wrong))
-
-
-def _unlike_first(fault: Fault, first: Difference) -> list[str]:
-    expected = fault.expected
-    step = expected.step or (SAVE_AT if expected.answer == "loaded" else SAVE_AT + 1)
-    checks: list[tuple[Any, bool]] = [
-        (f"group {first.group}", first.group == expected.group),
-        (f"item {first.item}", re.search(expected.item, first.item) is not None),
-        (f"rank {first.rank}", expected.rank in (None, first.rank)),
-        (f"step {first.step}", first.step == step),
+        return dataclasses.replace(row, problem=f"{row.answer}, not {expected.answer}: {row.item or 'nothing'}")
+    checks: list[tuple[str, bool]] = []
+    if expected.answer in ("loaded", "step"):
+        checks += [
+            (f"its group is {row.group}", row.group == expected.group),
+            (f"its item is {row.item}", re.search(expected.item, row.item) is not None),
+            (f"its rank is {row.rank}", expected.rank in (None, row.rank)),
+            (f"its step is {row.step}", row.step == SAVE_AT + (expected.answer == "step")),
+        ]
+    checks += [
+        (f"the module blamed is {row.module or 'none'}", re.search(expected.module, row.module) is not None),
+        (
+            f"the operation blamed is {row.operation or 'none'}",
+            re.search(expected.operation, row.operation) is not None,
+        ),
     ]
-    return [f"its first difference has {what}" for what, right in checks if not right]
-
-
-def _unlike_located(fault: Fault, located: Located | None) -> list[str]:
-    if located is None:
-        return ["no call is to blame"]
-    expected = fault.expected
-    wrong = [f"module {located.module} is blamed"] * (not re.search(expected.module, located.module))
-    return wrong + [f"operation {located.op or 'none'} is blamed"] * (not re.search(expected.operation, located.op))
+    return dataclasses.replace(row, problem="; ".join(what for what, right in checks if not right))
 
 
 def _refused(request: Request) -> bool:
