@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import shlex
 import shutil
@@ -247,8 +248,9 @@ def _refuse_required(settings: Sequence[Setting]) -> None:
 
 
 def _verify(request: Request, settings: tuple[Setting, ...], chosen: Mapping[str, Any]) -> int:
+    from ckptguard.report.resume_page import page
     from ckptguard.report.resume_progress import following
-    from ckptguard.report.resumes import screen, to_json, write
+    from ckptguard.report.resumes import screen, to_json
     from ckptguard.resume.arm_lines import CHECKPOINTS, plan_arms
     from ckptguard.resume.session import Plant
     from ckptguard.resume.verifying import Options, verify
@@ -275,14 +277,15 @@ def _verify(request: Request, settings: tuple[Setting, ...], chosen: Mapping[str
     )  # fmt: skip
     with following(wanted=not as_json) as listener:
         found = verify(request, how, settings, listener)
-    write(found, folder)
+    (folder / "report.html").write_text(page(found), encoding="utf-8")
+    (folder / "report.json").write_text(json.dumps(to_json(found), allow_nan=False) + "\n", encoding="utf-8")
     if found.word == "equal" and not chosen["keep_checkpoints"]:
         for saved in folder.glob(f"*/{CHECKPOINTS}"):
             shutil.rmtree(saved)
     if as_json:
         options.print_json(to_json(found))
     else:
-        click.echo("\n".join(screen(found, str(folder))))
+        click.echo("\n".join(screen(found, folder)))
     return _EXIT[found.word]
 
 
@@ -326,8 +329,6 @@ def _list_faults() -> int:
 
 def _show(path: Path, *, as_json: bool) -> int:
     """The report of an earlier run again, with its exit code."""
-    import json
-
     from ckptguard.core.errors import DamagedError
     from ckptguard.report.resumes import from_json, screen, to_json
 
@@ -339,5 +340,5 @@ def _show(path: Path, *, as_json: bool) -> int:
     if as_json:
         options.print_json(to_json(found))
     else:
-        click.echo("\n".join(screen(found, str(file.parent))))
+        click.echo("\n".join(screen(found, file.parent)))
     return _EXIT[found.word]

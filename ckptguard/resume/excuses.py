@@ -254,10 +254,11 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "counts of the process in the rerun state machine",
         "it counts the steps of this process for its messages, and keeps the largest results seen to tell a surprising one. No"
-        " checkpoint of a run that is not being rerun holds them, no result was computed again, and everything else agrees",
+        " checkpoint of a run that is not being rerun holds them, and no result was computed again: no number depends on them",
         "megatron-core 0.19.2, megatron/core/rerun_state_machine.py",
         lambda item, _: item in _RERUN_COUNTS,
         _rerun_is_idle,
+        alone=False,
     ),
     Rule(
         "forward pre-hooks of the first step",

@@ -15,8 +15,9 @@ import os
 import platform
 import socket
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, Literal
 
@@ -77,6 +78,7 @@ class Recorder:
         self._level = LEVELS.index(order.level)
         self._pid = os.getpid()
         self._writer: RankWriter | None = None
+        self._lock = threading.RLock()  # of the stream: autograd's threads have calls to write
         self._told: set[str] = set()
         self._step: int | None = None  # the one being made
         self._items: dict[str, LiveItem] = {}  # of the last event, for plugins only
@@ -106,7 +108,7 @@ class Recorder:
         if self._level >= LEVELS.index("module"):
             from ckptguard.resume import module_calls
 
-            module_calls.install(self.modules, self._emit, self._called_step)
+            module_calls.install(self.modules, self._emit, self._called_step, tell=self._tell, failed=self.failed)
 
     def loaded(self, step: int, items: Sequence[LiveItem], unobserved: Sequence[str]) -> None:
         """See ``Watcher``; where the order is to stop, it does not return."""
@@ -119,9 +121,9 @@ class Recorder:
     def _loaded(self, step: int, items: Sequence[LiveItem], unobserved: Sequence[str]) -> None:
         self._say(unobserved)
         named = {item.name: item for item in items}
-        if self.order.restore:
-            self._restore(named)
         self._run_before("loaded", step, named)
+        if self.order.restore:  # after planted faults: a trial puts right what came out of loading, whoever made it so
+            self._restore(named)
         self._event("loaded", step, items)
 
     @_guarded
@@ -137,21 +139,29 @@ class Recorder:
         if self.order.level == "op" and self._called_step() is not None:
             from ckptguard.resume import op_calls
 
-            self._in_step.enter_context(op_calls.recording(step, self.order.scope, self._emit))
+            self._in_step.enter_context(
+                op_calls.recording(step, self.order.scope, self._emit, tell=self._tell, failed=self.failed)
+            )
 
     @_guarded
     def batch(self, batch: Any) -> None:
         """See ``Watcher``."""
-        for name, value in _leaves(batch, f"batch {self._batches}"):
-            self._add(name, "batch", value)
+        with self._unseen():
+            for name, value in _leaves(batch, f"batch {self._batches}"):
+                self._add(name, "batch", value)
         self._batches += 1
 
     @_guarded
     def gradients(self, items: Sequence[LiveItem]) -> None:
         """See ``Watcher``."""
         self._run_before("gradients", self._step or 0, self._items | {item.name: item for item in items})
-        for item in items:
-            self._read(item)
+        with self._unseen():
+            for item in items:
+                self._read(item)
+        if self._called_step() is not None:
+            from ckptguard.resume import module_calls
+
+            self._in_step.enter_context(module_calls.within("optimizer"))
 
     @_guarded
     def step_ended(self, step: int, values: Mapping[str, Any], items: Sequence[LiveItem]) -> None:
@@ -166,7 +176,7 @@ class Recorder:
     @_guarded
     def saved(self, step: int, items: Sequence[LiveItem]) -> None:
         """See ``Watcher``."""
-        with self._apart():
+        with self._apart(), self._unseen():
             self._event("saved", step, items)
         if self.order.keep:
             named = {item.name: item for item in items}
@@ -210,7 +220,8 @@ class Recorder:
         self._forget_step()
         self._say(words)
         event: list[tuple[str, Group, Value]] = [(name, groups[name], value) for name, value in values.items()]
-        self._open().event(kind, step, sorted(event, key=lambda entry: _ORDER[entry[1]]))
+        with self._lock:
+            self._open().event(kind, step, sorted(event, key=lambda entry: _ORDER[entry[1]]))
         for observer in self.observers:
             observer(kind, step, items)
         if self.before["step"] or self.before["gradients"]:
@@ -234,7 +245,7 @@ class Recorder:
         self._draft, self._groups, self._batches = Draft(), {}, 0
 
     @contextlib.contextmanager
-    def _apart(self) -> Any:
+    def _apart(self) -> Iterator[None]:
         """An event amid a step's: what was gathered of the step so far stays for its own event."""
         gathered = self._draft, self._groups, self._batches
         self._forget_step()
@@ -243,16 +254,30 @@ class Recorder:
         finally:
             self._draft, self._groups, self._batches = gathered
 
+    def _unseen(self) -> contextlib.AbstractContextManager[None]:
+        """What is read amid a step is no operation of the step."""
+        if self.order.level != "op":
+            return contextlib.nullcontext()
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        return _disable_current_modes()
+
     def _say(self, words: Sequence[str]) -> None:
-        new = [word for word in dict.fromkeys(words) if word not in self._told]
-        if new:
-            self._told.update(new)
-            self._open().unobserved(new)
-            self._open().flush()
+        with self._lock:
+            new = [word for word in dict.fromkeys(words) if word not in self._told]
+            if new:
+                self._told.update(new)
+                self._open().unobserved(new)
+                self._open().flush()
+
+    def _tell(self, words: str) -> None:
+        if not self.over:
+            self._say([words])
 
     def _emit(self, call: Call) -> None:
-        if not self.over:
-            self._open().call(call)
+        with self._lock:
+            if not self.over:
+                self._open().call(call)
 
     def _called_step(self) -> int | None:
         """The step being made, if its calls are to be recorded."""

@@ -151,11 +151,13 @@ class _Proof:
         ]
         self.comparisons[-1:-1] = loads  # in the order in which things happen
         loaded = loads[-1]
-        for comparison in (loaded, steps):
+        for comparison, when in (
+            (loaded, f"Loaded after step {saved}"),
+            (steps, f"Step {steps.first.step if steps.first else 0}"),
+        ):
             if comparison.first is not None:
-                one = records[comparison.one]
-                for sentence in describe(comparison, one, records[comparison.other]):
-                    self.session.say(sentence)
+                for sentence in describe(comparison, records[comparison.one], records[comparison.other]):
+                    self.session.say(f"{when}: {sentence}")
         if loaded.first is None and loads[0].first is not None:
             self.session.say(
                 "One of two processes that load the same checkpoint gets another state: loading is not deterministic."
