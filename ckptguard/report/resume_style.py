@@ -123,7 +123,8 @@ details > summary { cursor: pointer; color: var(--link); font-size: .9rem; margi
 .arms li + li { border-top: 1px solid var(--rule); } .arms li { padding: .7rem 1.1rem; }
 .arms .head { display: grid; grid-template-columns: minmax(8rem, 1.1fr) 2fr max-content max-content;
     gap: .1rem 1.25rem; align-items: baseline; }
-.arms details > summary { margin-top: .1rem; } .copy { float: right; margin: .45rem .45rem 0 0; position: relative; }
+.arms details > summary { margin-top: .1rem; } .arms details { position: relative; }
+.copy { position: absolute; right: .5rem; margin-top: 1.1rem; } pre + .pairs { margin-top: .6rem; }
 .tone { color: var(--tone); font-weight: 600; }
 
 @media (max-width: 42rem) {
