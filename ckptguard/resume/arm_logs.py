@@ -21,7 +21,7 @@ _ECHO = re.compile(
     r"|KeyboardInterrupt|watchdog|aborted"
 )
 _ERROR_LINE = re.compile(r"(\w*[Ee]rror|ERROR|fatal|FATAL)\b ?:|command not found|No such file or directory")
-_KILLED_RANK = re.compile(r"exitcode\s*:\s*-(\d+)\)?.*?local_rank\s*:\s*(\d+)", re.DOTALL)
+_KILLED_RANK = re.compile(r"failed \(exitcode: -(\d+)\) local_rank: (\d+)")  # the first that torchrun saw
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Said:
     Attributes:
         error: The error in one line; None if none is seen.
         lines: What to show of the log.
-        killed: ``(signal, local rank)`` of a process that torchrun saw die of one.
+        killed: ``(signal, local rank)`` of the process that torchrun saw die of one, where no error of a script is seen.
     """
 
     error: str | None
@@ -54,13 +54,13 @@ def why(log: str) -> Said:
     lines = [line.rstrip() for line in log.splitlines()]
     blocks = [block for block in _tracebacks(lines) if not any(_LAUNCHER_ERROR.search(line) for line in block)]
     causes = [block for block in blocks if not _ECHO.search(_error_of(block))]
+    if causes:
+        return Said(_error_of(causes[0]), _shortened(causes[0]))
     match = _KILLED_RANK.search(log)
     killed = (int(match[1]), int(match[2])) if match else None
-    if causes:
-        return Said(_error_of(causes[0]), _shortened(causes[0]), killed)
     own = [line for line in _before_report(lines) if line and not _LAUNCHER_LINE.match(line)]
     if blocks and not killed:
-        return Said(_error_of(blocks[0]), _shortened(blocks[0]), killed)
+        return Said(_error_of(blocks[0]), _shortened(blocks[0]))
     named = next((line for line in reversed(own[-_SHOWN_LINES:]) if _ERROR_LINE.search(line)), None)
     return Said(named, tuple(own[-_SHOWN_LINES:]), killed)
 
