@@ -4,6 +4,9 @@
 ranks of one step, a rank whose first difference comes earlier in that order is where it may have begun; a rank that differs
 only further on can have received it. ``Comparison.at_first`` is sorted so: the ranks whose first difference is the earliest
 come first, then the receivers; ``origins`` tells them apart.
+
+Items that a rule would explain if nothing else differed stay differences, and are blamed last: ``first`` is one of them only if
+there is no other, and in ``at_first`` they stand at the end of their rank.
 """
 
 from __future__ import annotations
@@ -116,9 +119,10 @@ class _Tally:
     def result(self, one_name: str, other_name: str, question: str, rules: Sequence[Rule]) -> Comparison:
         """What was found, with what the rules explain set apart."""
         context = self.context
-        excused, left = explain(rules, self._found, context)
-        step = min((event.step for event in left), default=context.steps[1])
-        at_first = _in_order([event for event in left if event.step == step], context)
+        told = explain(rules, self._found, context)
+        events = [_Event(event, told.suspects) for event in told.left]
+        step = min(((not e.blamed, e.step) for e in events), default=(True, context.steps[1]))[1]
+        at_first = _in_order([event for event in events if event.step == step], context)
         return Comparison(
             one_name,
             other_name,
@@ -129,12 +133,26 @@ class _Tally:
             at_first[0] if at_first else None,
             at_first,
             _agreeing([event for event in self._found if event.step == step], at_first, context, self._ranks, step),
-            tuple((e.rank, e.step, len(e.names), context.group(e.rank, e.names[0])) for e in left),
-            excused,
+            tuple((e.rank, e.step, len(e.names), context.group(e.rank, e.names[0])) for e in events),
+            told.excused,
         )
 
 
-def _in_order(events: Sequence[Differing], context: Context) -> tuple[Difference, ...]:
+class _Event:
+    """What differs in one event: items in order of execution, suspects last. ``blamed`` if there are others."""
+
+    __slots__ = ("blamed", "kind", "names", "rank", "step")
+
+    def __init__(self, event: Differing, suspects: frozenset[str]) -> None:
+        self.rank, self.kind, self.step, self.names = event.rank, event.kind, event.step, event.names
+        self.blamed = True
+        if suspects:
+            last = [name for name in event.names if name in suspects]
+            first = [name for name in event.names if name not in suspects]
+            self.blamed, self.names = bool(first), (*first, *last)
+
+
+def _in_order(events: Sequence[_Event], context: Context) -> tuple[Difference, ...]:
     """All differences of one step: ranks whose first one comes earliest first, in order of execution within a rank."""
     ranks = []
     for event in events:
@@ -148,7 +166,7 @@ def _in_order(events: Sequence[Differing], context: Context) -> tuple[Difference
             for name in event.names
         ]
         # Stages of a pipeline hold other items: places are counted within a group, which all of them have.
-        place = (_ORDER[group], sum(groups[name] == group for name in before), event.rank)
+        place = (not event.blamed, _ORDER[group], sum(groups[name] == group for name in before), event.rank)
         ranks.append((place, differences))
     ranks.sort(key=lambda rank: rank[0])
     return tuple(difference for _, differences in ranks for difference in differences)

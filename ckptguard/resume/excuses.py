@@ -2,7 +2,7 @@
 
 A rule names the items that it is about and says, from the records alone, whether its reason holds in this comparison. It holds
 for all of its items or for none. Most hold only if nothing else differs: an item that could be the cause of a difference is
-never explained away beside one. Item names are those of ``megatron/live_state.py``.
+never explained away beside one, it is only suspected last. Item names are those of ``megatron/live_state.py``.
 """
 
 from __future__ import annotations
@@ -104,18 +104,29 @@ def events_by_step(record: RankRecord, kind: Kind) -> dict[int, Event]:
     return found
 
 
-def explain(
-    rules: Sequence[Rule], found: Sequence[Differing], context: Context
-) -> tuple[tuple[Excused, ...], list[Differing]]:
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """Differences parted by what the rules say of them.
+
+    Attributes:
+        excused: What is explained, by rule.
+        left: What is not, without events in which nothing is.
+        suspects: Items in ``left`` that a rule would explain if nothing else differed. They differ in every resume of their
+            kind, so they are the last to be blamed.
+    """
+
+    excused: tuple[Excused, ...]
+    left: Sequence[Differing]
+    suspects: frozenset[str]
+
+
+def explain(rules: Sequence[Rule], found: Sequence[Differing], context: Context) -> Explained:
     """Parts differences into those that a rule explains and those that are left.
 
     Args:
         rules: The first that covers an item is asked.
         found: All differences of a comparison.
         context: What was compared.
-
-    Returns:
-        What is explained, by rule, and what is left, without events in which nothing is.
     """
     rule_of: dict[str, int | None] = {}
     for event in found:
@@ -125,11 +136,16 @@ def explain(
                 rule_of[name] = next((i for i, rule in enumerate(rules) if rule.covers(name, group)), None)
     chosen = {i for i in rule_of.values() if i is not None}
     holding = {i for i in chosen if rules[i].holds(context, _only(found, rule_of, {i}))}
+    suspected: set[int] = set()
     if any(number not in holding for number in rule_of.values()):
-        holding = {i for i in holding if not rules[i].alone}
+        suspected = {i for i in holding if rules[i].alone}
+        holding -= suspected
     kept = {number for number in {*rule_of.values()} if number not in holding}
-    excused = tuple(_excused(rules[i], _only(found, rule_of, {i})) for i in sorted(holding))
-    return excused, (_only(found, rule_of, kept) if holding else list(found))
+    return Explained(
+        tuple(_excused(rules[i], _only(found, rule_of, {i})) for i in sorted(holding)),
+        _only(found, rule_of, kept) if holding else found,
+        frozenset(name for name, number in rule_of.items() if number in suspected),
+    )
 
 
 def _only(found: Sequence[Differing], rule_of: Mapping[str, int | None], numbers: set[int | None]) -> list[Differing]:

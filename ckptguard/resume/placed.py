@@ -87,8 +87,8 @@ def compare_placed(
         question: What the answer decides, in words.
 
     Returns:
-        A comparison whose values are tensors, and whose ranks are those of the other arm; the rank of a difference is the lowest
-        that holds some of the tensor there.
+        A comparison whose values are tensors, and whose ranks are those of the other arm; the rank of a difference is the
+        lowest that holds some of the tensor there.
 
     Raises:
         EnvironmentFailedError: A rank recorded no save, or no load, of that step, or an arm recorded no whole tensors.

@@ -76,6 +76,7 @@ def test_any_other_difference_makes_the_cpu_generator_one(step: int, rank: int, 
     assert found.first is not None
     assert any(count for at, where, count, _ in found.cells if (at, where) == (rank, step))
     assert sum(count for _, _, count, _ in found.cells) == 13
+    assert (found.first.step, found.first.rank, found.first.item) == (step, rank, item)
 
 
 def test_a_cpu_generator_that_moves_in_a_step_has_a_consumer() -> None:
@@ -162,6 +163,15 @@ def test_counts_of_the_process() -> None:
     assert steps(one, changed(other, "step", 5, 0, "other rerun mode", "disabled")).first is not None
 
 
+def test_counts_of_the_process_beside_another_difference() -> None:
+    count = "other rerun current_iteration"
+    one = changed(REFERENCE, "saved", 3, 0, count, 2)
+    wrong = changed(changed(RESUME, "loaded", 3, 0, count, -1), "loaded", 3, 0, "scheduler num_steps", 8)
+    found = loaded(one, wrong, None)
+    assert [d.item for d in found.at_first] == ["scheduler num_steps"]
+    assert names(found) == {count}
+
+
 def test_pre_hooks_of_the_first_step_only() -> None:
     hooks = "other forward pre-hooks chunk 0"
     one, other = all_steps(REFERENCE, {hooks: True}), all_steps(RESUME, {hooks: True})
@@ -169,7 +179,7 @@ def test_pre_hooks_of_the_first_step_only() -> None:
     assert (found.first, names(found)) == (None, {hooks})
     assert steps(one, changed(other, "step", 5, 1, hooks, False)).first is not None
     computed = changed(changed(other, "step", 4, 1, hooks, False), "step", 4, 1, "loss lm loss", digest("planted"))
-    assert len(steps(one, computed).at_first) == 2
+    assert [d.item for d in steps(one, computed).at_first] == ["loss lm loss", hooks]
 
 
 @pytest.mark.parametrize(("value", "excused"), [(12.0, True), (13.0, False), (True, False), ("12", False)])
