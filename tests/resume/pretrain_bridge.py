@@ -1,15 +1,16 @@
 """Pretrains a small GPT model with Megatron-Bridge's own ``pretrain``, on a CPU.
 
-    PYTHONPATH=ckptguard/testing/cpu_site torchrun --nproc-per-node 2 tests/resume/pretrain_bridge.py --tp 2 --train-iters 4
+    PYTHONPATH=ckptguard/testing/cpu_site torchrun --nproc-per-node 2 tests/resume/pretrain_bridge.py \\
+        model.tensor_model_parallel_size=2 checkpoint.save=DIR
 
-The loop, the checkpoints and the data are Bridge's. Packages that it imports and that a CPU has no use for are stood in for:
-Transformer Engine by ``te_skeleton`` (after Megatron Core was imported without it, so that layers are Core's local ones),
-ModelOpt, NVIDIA's resiliency extension, TensorBoard and readers of other data by empty modules.
+Takes overrides as Bridge's own scripts do. The loop, the checkpoints and the data are Bridge's. Packages that it imports and
+that a CPU has no use for are stood in for: Transformer Engine by ``te_skeleton`` (after Megatron Core was imported without
+it, so that layers are Core's local ones), ModelOpt, NVIDIA's resiliency extension, TensorBoard and readers of other data by
+empty modules.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import types
 from typing import Any
@@ -49,22 +50,7 @@ def _answer_for_absent_packages() -> None:
     tensorboard.__version__ = "2.19.0"  # torch asks for it
 
 
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--train-iters", type=int, default=4)
-    parser.add_argument("--exit-interval", type=int)
-    parser.add_argument("--save-interval", type=int, default=1000)
-    parser.add_argument("--save")
-    parser.add_argument("--load")
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--pp", type=int, default=1)
-    parser.add_argument("--experts", type=int)
-    parser.add_argument("--ep", type=int, default=1)
-    parser.add_argument("--no-log", action="store_true")
-    return parser.parse_args()
-
-
-def _model(options: argparse.Namespace) -> Any:
+def _model() -> Any:
     import torch
     from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec
 
@@ -75,13 +61,9 @@ def _model(options: argparse.Namespace) -> Any:
         ffn_hidden_size=128,
         seq_length=32,
         vocab_size=512,
+        hidden_dropout=0.1,
+        attention_dropout=0.1,
         transformer_layer_spec=local_layer_spec,
-        tensor_model_parallel_size=options.tp,
-        pipeline_model_parallel_size=options.pp,
-        expert_model_parallel_size=options.ep,
-        num_moe_experts=options.experts,
-        sequence_parallel=bool(options.experts) and options.tp > 1,
-        moe_token_dispatcher_type="alltoall",
         bf16=True,
         params_dtype=torch.bfloat16,
         pipeline_dtype=torch.bfloat16,
@@ -97,19 +79,14 @@ def _model(options: argparse.Namespace) -> Any:
     )
 
 
-def _config(options: argparse.Namespace) -> Any:
+def _config() -> Any:
     import torch
     from megatron.bridge.training import config
     from megatron.bridge.training.tokenizers.config import TokenizerConfig
 
     return config.ConfigContainer(
-        model=_model(options),
-        train=config.TrainingConfig(
-            train_iters=options.train_iters,
-            exit_interval=options.exit_interval,
-            micro_batch_size=1,
-            global_batch_size=4,
-        ),
+        model=_model(),
+        train=config.TrainingConfig(train_iters=8, micro_batch_size=1, global_batch_size=4),
         validation=config.ValidationConfig(eval_iters=0, eval_interval=1000),
         optimizer=config.OptimizerConfig(
             optimizer="adam",
@@ -135,11 +112,9 @@ def _config(options: argparse.Namespace) -> Any:
             num_workers=0,
             dataloader_type="single",
         ),
-        logger=config.LoggerConfig(log_interval=1, tensorboard_dir=None, skip_train_metrics_log=options.no_log),
+        logger=config.LoggerConfig(log_interval=1),
         tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=511),
-        checkpoint=config.CheckpointConfig(
-            save=options.save, load=options.load, save_interval=options.save_interval, ckpt_format="torch_dist"
-        ),
+        checkpoint=config.CheckpointConfig(ckpt_format="torch_dist"),
         dist=config.DistributedInitConfig(distributed_backend="gloo", disable_jit_fuser=True),
         rng=config.RNGConfig(seed=1234),
     )
@@ -147,12 +122,12 @@ def _config(options: argparse.Namespace) -> Any:
 
 def main() -> None:
     """Runs Bridge's ``pretrain``."""
-    options = _options()
     _stand_in()
     from megatron.bridge.training.gpt_step import forward_step
     from megatron.bridge.training.pretrain import pretrain
+    from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
 
-    pretrain(_config(options), forward_step)
+    pretrain(process_config_with_overrides(_config(), cli_overrides=sys.argv[1:]), forward_step)
 
 
 if __name__ == "__main__":
