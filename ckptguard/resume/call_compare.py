@@ -356,10 +356,7 @@ def _identity(call: Call) -> tuple[int, str, str, str, int]:
 def _equal(one: Sequence[Value], other: Sequence[Value]) -> bool:
     if len(one) != len(other):
         return False
-    for a, b in zip(one, other, strict=True):  # a plain loop: called for every call, and nearly all values are words
-        if a is not b and (a != b if type(a) is str and type(b) is str else not same(a, b)):
-            return False
-    return True
+    return all(a is b or same(a, b) for a, b in zip(one, other, strict=True))
 
 
 def _site(call: Call) -> str:

@@ -207,14 +207,10 @@ def origins(at_first: Sequence[Difference]) -> tuple[tuple[int, ...], tuple[int,
 def unequal(one: Mapping[str, Value], other: Mapping[str, Value]) -> tuple[str, ...]:
     """Names whose values differ or that one side has not, in order of execution."""
     if list(one) == list(other):
-        return tuple(
-            name
-            for name, a, b in zip(one, one.values(), other.values(), strict=True)
-            if a is not b and (type(a) is not str or type(b) is not str or a != b) and not same(a, b)
-        )
-    return tuple(
-        name for name in _merged(one, other) if name not in one or name not in other or not same(one[name], other[name])
-    )
+        pairs = zip(one, one.values(), other.values(), strict=True)
+        return tuple(name for name, a, b in pairs if a is not b and not same(a, b))
+    names = _merged(one, other)
+    return tuple(n for n in names if n not in one or n not in other or not same(one[n], other[n]))
 
 
 def _merged(one: Mapping[str, Value], other: Mapping[str, Value]) -> list[str]:

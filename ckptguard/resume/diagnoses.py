@@ -11,8 +11,8 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from ckptguard.resume.excuses import OF_A_STEP
-from ckptguard.resume.records import Kind, RankRecord, Value, same
+from ckptguard.resume.excuses import OF_A_STEP, events_by_step
+from ckptguard.resume.records import Event, Kind, RankRecord, Value, same
 from ckptguard.resume.results import Comparison, Difference
 
 Records = Mapping[int, RankRecord]
@@ -35,8 +35,9 @@ def describe(comparison: Comparison, one: Records, other: Records) -> tuple[str,
         return ()
     sentences = [*_amounts(found, other), *_absent(found), *_offsets(found)]
     sentences += _moved_batches(found, one)
-    sentences += _of_other_ranks(found, one)
-    sentences += _of_other_items(found, one)
+    where = holders(found, one)
+    sentences += _of_other_ranks(found, where)
+    sentences += _of_other_items(found, where)
     sentences += _of_other_steps(found, one)
     return tuple(sentences)
 
@@ -105,14 +106,17 @@ def _amounts(found: Sequence[Difference], other: Records) -> Iterator[str]:
         ranks = {d.rank for d in differences}
         group, first = differences[0].group, differences[0]
         start = f"optimizer {sort} " if group == "optimizer" else ""
-        total = 0
-        for rank in ranks:
-            event = other[rank].event(first.kind, first.step)
-            names = event.values if event else {}
-            absent = sum(1 for d in differences if d.rank == rank and d.item not in names)
-            total += absent + sum(1 for n in names if other[rank].groups.get(n) == group and n.startswith(start))
+        absent = sum(1 for d in differences if d.other is None)
+        total = absent + sum(_of_sort(other[rank], first, start) for rank in ranks)
         such = f"{first.item}" if len(differences) == 1 else f"such as {first.item}"
         yield f"{sort} differs in {len(differences):,} of {total:,} values of {ranks_text([*ranks])}: {such}."
+
+
+def _of_sort(record: RankRecord, first: Difference, start: str) -> int:
+    """How many values of a group the event of a rank has whose names begin so."""
+    event = record.event(first.kind, first.step)
+    names = event.values if event else {}
+    return sum(1 for name in names if record.groups.get(name) == first.group and name.startswith(start))
 
 
 def _absent(found: Sequence[Difference]) -> Iterator[str]:
@@ -143,10 +147,13 @@ def _offsets(found: Sequence[Difference]) -> Iterator[str]:
 
 def _moved_batches(found: Sequence[Difference], one: Records) -> Iterator[str]:
     """Such as that the batch of step 12 is that of step 11, which is repeated."""
+    by_rank: dict[int, list[Difference]] = defaultdict(list)
+    for difference in found:
+        if difference.group == "batch" and is_tensor(difference.other):
+            by_rank[difference.rank].append(difference)
     moves: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for rank in dict.fromkeys(d.rank for d in found if d.group == "batch"):
-        batches = [d for d in found if d.rank == rank and d.group == "batch" and is_tensor(d.other)]
-        known = [places for d in batches if (places := _places_of_batch(d, one[rank]))]
+    for rank, batches in by_rank.items():
+        known = [places for places in _places_of_batches(batches, one[rank]) if places]
         if known and (common := set.intersection(*known)):
             per_step = 1 + max(int(match[1]) for d in batches if (match := _BATCH.fullmatch(d.item)))
             moves[min(common, key=abs), per_step].append(rank)
@@ -162,32 +169,31 @@ def _moved_batches(found: Sequence[Difference], one: Records) -> Iterator[str]:
             yield f"The batch of step {step} on {ranks_text(ranks)} is that of step {held}: {_plural(steps, 'step')} {what}."
 
 
-def _places_of_batch(difference: Difference, record: RankRecord) -> set[int]:
-    """By how many micro-batches a wrong batch is after the place where the right arm has the same data."""
-    here = _BATCH.fullmatch(difference.item)
-    places, at, number_of = [], 0, 0
-    for event in record.events if here else ():
-        if event.kind != "step":
-            continue
-        for item, value in event.values.items():
-            there = _BATCH.fullmatch(item)
-            if there is None or here is None or there[2] != here[2]:
-                continue
-            if value == difference.other:
-                places.append(at)
-            if event.step == difference.step and item == difference.item:
-                number_of = at
-            at += 1
-    return {place - number_of for place in places}
+def _places_of_batches(batches: Sequence[Difference], record: RankRecord) -> Iterator[set[int]]:
+    """By how many micro-batches each wrong batch is after the places where the right arm has the same data."""
+    at: Counter[str] = Counter()  # by field, such as tokens
+    where: dict[tuple[str, str], list[int]] = defaultdict(list)
+    place: dict[tuple[int, str], tuple[str, int]] = {}
+    for event in record.events:
+        for item, value in event.values.items() if event.kind == "step" else ():
+            match = _BATCH.fullmatch(item) if item.startswith("batch ") else None
+            if match:
+                field = match[2] or ""
+                where[field, _text(value)].append(at[field])
+                place[event.step, item] = field, at[field]
+                at[field] += 1
+    for difference in batches:
+        if (difference.step, difference.item) in place:
+            field, here = place[difference.step, difference.item]
+            yield {there - here for there in where.get((field, _text(difference.other)), ())}
 
 
 def _plural(count: int, what: str, ending: str = "s") -> str:
     return f"{count} {what}{'' if count == 1 else ending}"
 
 
-def _of_other_ranks(found: Sequence[Difference], one: Records) -> Iterator[str]:
+def _of_other_ranks(found: Sequence[Difference], where: Mapping[str, list[Place]]) -> Iterator[str]:
     """Such as that rank 1 has what rank 0 should have."""
-    where = holders(found, one)
     sources: dict[int, tuple[set[int], list[str]]] = {}
     for difference in found:
         places = where.get(_text(difference.other), [])
@@ -208,9 +214,8 @@ def _of_other_ranks(found: Sequence[Difference], one: Records) -> Iterator[str]:
         yield f"{text[0].upper()}{text[1:]} {verb} what rank {source} should have: {such}."
 
 
-def _of_other_items(found: Sequence[Difference], one: Records) -> Iterator[str]:
+def _of_other_items(found: Sequence[Difference], where: Mapping[str, list[Place]]) -> Iterator[str]:
     """Such as that two items are swapped."""
-    where = holders(found, one)
     moved: dict[Place, str] = {}
     for difference in found:
         places = where.get(_text(difference.other), [])
@@ -254,24 +259,30 @@ def step_held(found: Sequence[Difference], one: Records) -> int | None:
 
     Values that no step records, such as counts that only a save tells, are passed over; at least one tensor has to match.
     """
-    steps: Counter[int] = Counter()
-    tensors: Counter[int] = Counter()
-    wanted: Counter[int] = Counter()
     by_rank: dict[int, list[Difference]] = defaultdict(list)
     for difference in found:
         by_rank[difference.rank].append(difference)
-    for rank, differences in by_rank.items():
-        for event in one[rank].events:
-            if event.kind != "step" or event.step == found[0].step:
-                continue
-            for difference in differences:
-                if difference.item in event.values:
-                    wanted[event.step] += 1
-                    if same(event.values[difference.item], difference.other):
-                        steps[event.step] += 1
-                        tensors[event.step] += is_tensor(difference.other)
-    held = [step for step in steps if steps[step] == wanted[step] and tensors[step]]
+    possible: dict[int, int] = {}  # tensors that match, by step
+    for number, (rank, differences) in enumerate(by_rank.items()):
+        events = events_by_step(one[rank], "step")
+        events.pop(found[0].step, None)
+        matches = {
+            step: _matching(differences, event) for step, event in events.items() if step in possible or not number
+        }
+        possible = {step: possible.get(step, 0) + count for step, count in matches.items() if count is not None}
+    held = [step for step, tensors in possible.items() if tensors]
     return min(held, key=lambda step: (abs(step - found[0].step), step), default=None)
+
+
+def _matching(differences: Sequence[Difference], event: Event) -> int | None:
+    """How many tensors are what they were in an event, or None if a value that it has is another."""
+    tensors = 0
+    for difference in differences:
+        if difference.item in event.values:
+            if not same(event.values[difference.item], difference.other):
+                return None
+            tensors += is_tensor(difference.other)
+    return tensors
 
 
 def _is_telling(value: Value) -> bool:
