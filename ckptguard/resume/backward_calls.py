@@ -7,6 +7,9 @@ come in are read by ``Tensor.register_hook`` on the outputs. Neither puts a node
 may free outputs (megatron-core 0.19.2, megatron/core/pipeline_parallel/schedules.py ``deallocate_output_tensor``), which full
 backward hooks do not allow.
 
+What a module's own code hands to the modules inside it is among its outputs too, as one hash: so it can be blamed for that even
+where no gradient leaves it, as none leaves a model that is given tokens.
+
 Nodes are also marked with the module that made them, by ``Node.metadata``, which lives as long as the node: so an operation
 that autograd runs, on whatever thread, can be told to its module.
 """
@@ -19,7 +22,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from ckptguard.resume.call_values import Calls, tensors_of
+from ckptguard.resume.call_values import Calls, tensors_of, together
 from ckptguard.resume.digests import recorded
 from ckptguard.resume.records import Value
 from ckptguard.resume.weight_gradients import accumulation_scope, is_added_by_kernel, main_gradient
@@ -37,81 +40,96 @@ def scope_of_node(node: Any) -> tuple[str, str] | None:
     return None if scope is None else (scope, "backward")
 
 
-class BackwardCalls:
-    """Watches backward passes of modules whose forward pass is over."""
-
-    def __init__(self, calls: Calls, active: Callable[[], int | None]) -> None:
-        self._calls, self._active = calls, active
-
-    def edges_into(self, *arguments: Any) -> list[_Edge]:
-        """The edges by which gradients leave a module that gets these arguments."""
-        if not torch.is_grad_enabled():
-            return []
-        return [_edge(tensor) for tensor in tensors_of(arguments) if tensor.requires_grad]
-
-    def watch(
-        self, step: int, scope: str, module: Any, edges: Sequence[_Edge], first: int, result: Any, forward: Value
-    ) -> None:
-        """Puts hooks where gradients enter and leave a module.
-
-        Args:
-            step: Of the call.
-            scope: The module's name.
-            module: The module.
-            edges: What ``edges_into`` gave before it ran.
-            first: Lowest sequence number that a node made by the module can have.
-            result: What it returned.
-            forward: Hash of all that its forward pass depends on.
-        """
-        outputs = [t for t in tensors_of(result) if t.requires_grad and t.grad_fn is not None]
-        outputs = [t for t in outputs if _edge(t) not in edges]  # an input that is handed on is not the module's doing
-        owned = {_edge(p): p for p in module._parameters.values() if p is not None and p.requires_grad}
-        consumers = _consumers((t.grad_fn for t in outputs), {*edges, *owned}, first, scope)
-        if not consumers:
-            return
-        call = _BackwardCall(self, step, scope, forward, len(outputs), tuple(owned.values()))
-        for number, tensor in enumerate(outputs):
-            tensor.register_hook(call.enters(number))  # type: ignore[no-untyped-call]
-        for node, places in consumers:
-            node.register_hook(call.leaves(places, [owned.get(node.next_functions[place]) for place in places]))
-
-    def guarded(self, read: Callable[[], None]) -> None:
-        """Reads something in a hook of autograd."""
-        if self._active() is not None:
-            with self._calls.reading():
-                read()
-
-    def put(self, step: int, scope: str, inputs: Sequence[Value], outputs: Sequence[Value]) -> None:
-        """Passes a call on."""
-        self._calls.put(step, scope, "backward", "", inputs, outputs)
+def edges_into(*arguments: Any) -> list[_Edge]:
+    """The edges by which gradients leave a module that gets these arguments."""
+    if not torch.is_grad_enabled():
+        return []
+    return [_edge(tensor) for tensor in tensors_of(arguments) if tensor.requires_grad]
 
 
-class _BackwardCall:
+def watch(call: BackwardCall, module: Any, edges: Sequence[_Edge], first: int, result: Any) -> None:
+    """Puts hooks where gradients enter and leave a module.
+
+    Args:
+        call: What they tell of it.
+        module: The module.
+        edges: What ``edges_into`` gave before it ran.
+        first: Lowest sequence number that a node made by the module can have.
+        result: What it returned.
+    """
+    outputs = [t for t in tensors_of(result) if t.requires_grad and t.grad_fn is not None]
+    outputs = [t for t in outputs if _edge(t) not in edges]  # an input that is handed on is not the module's doing
+    owned = {_edge(p): p for p in module._parameters.values() if p is not None and p.requires_grad}
+    consumers = _consumers((t.grad_fn for t in outputs), {*edges, *owned}, first, call.scope)
+    call.expect(len(outputs), tuple(owned.values()), ends_by_itself=bool(consumers))
+    for number, tensor in enumerate(outputs):
+        tensor.register_hook(call.enters(number))  # type: ignore[no-untyped-call]
+    for node, places in consumers:
+        node.register_hook(call.leaves(places, [owned.get(node.next_functions[place]) for place in places]))
+
+
+class BackwardCall:
     """The backward pass that belongs to one forward call; holds what was recorded of it so far, and no tensor.
 
-    Every node that hands gradients out is a call of its own in the stream, where it has run: what it leads to comes after it.
+    Every node that hands gradients out is a call of its own in the stream, where it has run: what it leads to comes after it. A
+    module that hands none out has one call, when autograd is over.
+
+    Args:
+        calls: Takes the calls.
+        step: Of the call.
+        scope: The module's name.
+        forward: Hash of all that its forward pass depends on.
+        inside: What the modules inside it are given; they put it there.
+        around: The same of the module around it.
     """
 
     def __init__(
-        self, watcher: BackwardCalls, step: int, scope: str, forward: Value, outputs: int, parameters: Sequence[Any]
+        self,
+        calls: Calls,
+        step: int,
+        scope: str,
+        forward: Value,
+        inside: list[Value],
+        around: list[Value],
     ) -> None:
-        self._watcher, self._step, self._scope, self._parameters = watcher, step, scope, parameters
+        self.scope = scope
+        self._calls, self._step, self._inside, self._around = calls, step, inside, around
         self._forward = f"forward {forward}"
+        self._waits_for_end = False
+
+    def expect(self, outputs: int, parameters: Sequence[Any], *, ends_by_itself: bool) -> None:
+        """Says how many outputs can be given gradients, and whether some leave the module."""
         self._entered: list[Value] = [None] * outputs
+        self._parameters, self._ends_by_itself = parameters, ends_by_itself
         self._sums: list[Value] | None = None  # of gradients that kernels add to, before they do
 
     def enters(self, number: int) -> Callable[[torch.Tensor], None]:
         """A hook for the gradient of an output."""
 
-        def read(gradient: torch.Tensor) -> None:
-            self._entered[number] = recorded(gradient.detach())
-            if self._sums is None:
-                self._sums = [main_gradient(p) for p in self._parameters if is_added_by_kernel(p)]
-
         def hook(gradient: torch.Tensor) -> None:
-            self._watcher.guarded(lambda: read(gradient))
+            if self._calls.active() is None:
+                return
+            with self._calls.reading():
+                self._entered[number] = recorded(gradient.detach())
+                self._around.append(self._entered[number])
+                if self._sums is None:
+                    self._sums = [main_gradient(p) for p in self._parameters if is_added_by_kernel(p)]
+                if not self._ends_by_itself and not self._waits_for_end:
+                    self._waits_for_end = True
+                    torch.autograd.Variable._execution_engine.queue_callback(self._ends)
 
         return hook
+
+    def _ends(self) -> None:
+        self._waits_for_end = False
+        if self._inside and self._calls.active() is not None:
+            with self._calls.reading():
+                self._put([])
+
+    def _put(self, outputs: Sequence[Value]) -> None:
+        inputs = [self._forward, *(self._sums or ()), *self._entered]
+        inside = [f"inside {together(self._inside)}"] if self._inside else []
+        self._calls.put(self._step, self.scope, "backward", "", inputs, [*outputs, *inside])
 
     def leaves(self, places: Sequence[int], parameters: Sequence[Any]) -> Callable[[Any, Any], None]:
         """A hook for a node that hands gradients out.
@@ -126,12 +144,10 @@ class _BackwardCall:
                 return main_gradient(parameter)
             return None if gradients[place] is None else recorded(gradients[place].detach())
 
-        def read(gradients: Any) -> None:
-            outputs = [left(place, p, gradients) for place, p in zip(places, parameters, strict=True)]
-            self._watcher.put(self._step, self._scope, [self._forward, *(self._sums or ()), *self._entered], outputs)
-
         def hook(gradients: Any, _: Any) -> None:
-            self._watcher.guarded(lambda: read(gradients))
+            if self._calls.active() is not None:
+                with self._calls.reading():
+                    self._put([left(place, p, gradients) for place, p in zip(places, parameters, strict=True)])
 
         return hook
 

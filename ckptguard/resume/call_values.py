@@ -33,14 +33,21 @@ class Calls:
 
     Args:
         emit: Takes the calls.
+        active: Gives the step whose calls are wanted now, or None.
         tell: Takes words about what is not recorded.
         failed: Takes errors of the recording itself.
         limit: How many calls are passed on.
     """
 
     def __init__(
-        self, emit: Emit, tell: Callable[[str], None], failed: Callable[[Exception], None], limit: int
+        self,
+        emit: Emit,
+        active: Callable[[], int | None],
+        tell: Callable[[str], None],
+        failed: Callable[[Exception], None],
+        limit: int,
     ) -> None:
+        self.active = active
         self._emit, self._tell, self._failed, self._limit = emit, tell, failed, limit
         self._lock = threading.Lock()
         self._step: int | None = None

@@ -3,11 +3,12 @@
 A call stands in the stream when it is over, so the modules inside it come before it, and the first call whose inputs agree and
 whose outputs differ is the narrowest module to blame. For that, inputs are all that a module's result depends on:
 
-* forward: tensors and plain values among the arguments, read before the module runs, because it may change them; its own
-  buffers, likewise; its own parameters; those of the modules inside it, as one hash; and the state of a random number
-  generator if it drew from it. Outputs are what it returns and its buffers afterwards.
+* forward: tensors and plain values among the arguments, read before the module runs, because it may change them; likewise its
+  own buffers, and what it was handed past its arguments, as stages of a pipeline are; its own parameters; what the modules
+  inside it have of these three, as one hash; and the state of a random number generator if it drew from it. Outputs are what it
+  returns and its buffers afterwards.
 * backward: a hash of the forward call's inputs, and the gradients of the outputs. Outputs are what one of the module's own
-  operations adds to the gradients of its inputs and parameters (``backward_calls``).
+  operations adds to the gradients of its inputs and parameters, and what the modules inside it are given (``backward_calls``).
 * weight gradient: one parameter's gradient is accumulated. Inputs are what is added and what was there.
 
 Parameters are read after the forward pass: hooks that gather them run before it, in an order that changes. A module that draws
@@ -25,13 +26,14 @@ from typing import Any
 
 import torch
 
-from ckptguard.resume.backward_calls import BackwardCalls, scope_of_node
+from ckptguard.resume.backward_calls import BackwardCall, edges_into, scope_of_node, watch
 from ckptguard.resume.call_values import LIMIT, Calls, Emit, ignored, raised, together, values_of
 from ckptguard.resume.digests import recorded
 from ckptguard.resume.records import Value
 from ckptguard.resume.weight_gradients import WeightGradients
 
 OUTSIDE = "outside modules"
+_HANDED = "input_tensor"  # megatron-core 0.19.2, megatron/core/transformer/transformer_block.py, models/hybrid/hybrid_block.py
 
 
 class _Running(threading.local):
@@ -53,13 +55,17 @@ class _Scope:
 class _Frame:
     """A module that is running its forward pass. Holds no tensor but the graph's edges into the module, until it ends."""
 
-    __slots__ = ("below", "drawn", "edges", "error", "generators", "inputs", "phase", "scope", "sequence", "step")
+    __slots__ = (
+        "arguments", "drawn", "edges", "error", "generators", "given", "held", "inside", "phase", "scope", "sequence", "step",
+    )  # fmt: skip
 
     def __init__(self, step: int, scope: str) -> None:
         self.step, self.scope, self.phase = step, scope, "forward"
-        self.inputs: list[Value] = []
-        self.below: list[Value] = []  # parameters and buffers of the modules inside
+        self.arguments: list[Value] = []
+        self.held: list[Value] = []  # what else its result depends on: buffers, what it was handed
+        self.inside: list[Value] = []  # the same of the modules inside, with their parameters
         self.drawn: list[Value] = []  # generators that the modules inside drew from
+        self.given: list[Value] = []  # gradients that the modules inside get, in the backward pass
         self.generators = generator_states()
         self.edges: list[Any] = []
         self.sequence = torch._C._autograd._get_sequence_nr()
@@ -112,12 +118,12 @@ def install(
         failed: Takes errors of the recording itself, so that they need not reach the training loop.
         limit: How many calls are recorded.
     """
-    calls = Calls(emit, tell, failed, limit)
-    backward, gradients = BackwardCalls(calls, active), WeightGradients(calls, active)
+    calls = Calls(emit, active, tell, failed, limit)
+    gradients = WeightGradients(calls)
     for number, chunk in enumerate(modules):
         scopes = named_scopes(number, chunk)
         for scope, module in scopes:
-            _Hooks(scope, calls, active, backward).attach(module)
+            _Hooks(scope, calls).attach(module)
         if not gradients.watch(chunk, scopes):
             tell(f"accumulation of weight gradients of chunk {number}: they are reduced while they are accumulated")
 
@@ -131,19 +137,19 @@ def named_scopes(number: int, chunk: torch.nn.Module) -> list[tuple[str, torch.n
     return list(found.items())
 
 
-def generator_states() -> dict[str, bytes]:
-    """States of torch's default generators; nothing is drawn and no device is waited for."""
-    states = {"cpu": torch.default_generator.get_state().numpy().tobytes()}
+def generator_states() -> dict[str, torch.Tensor]:
+    """States of torch's default generators, copied; nothing is drawn and no device is waited for."""
+    states = {"cpu": torch.default_generator.get_state()}
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
+        states["cuda"] = torch.cuda.get_rng_state()
     return states
 
 
 class _Hooks:
     """Of one module."""
 
-    def __init__(self, scope: str, calls: Calls, active: Callable[[], int | None], backward: BackwardCalls) -> None:
-        self._scope, self._calls, self._active, self._backward = scope, calls, active, backward
+    def __init__(self, scope: str, calls: Calls) -> None:
+        self._scope, self._calls = scope, calls
 
     def attach(self, module: torch.nn.Module) -> None:
         """Both run last among the module's hooks of now: what others change there is seen."""
@@ -153,14 +159,18 @@ class _Hooks:
 
     def begins(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         """Before the forward pass."""
-        step = self._active()
+        step = self._calls.active()
         if step is None or _is_captured():
             return
         frame = _Frame(step, self._scope)
         _RUNNING.stack.append(frame)
         with self._calls.reading():
-            frame.inputs = values_of((args, kwargs)) + _buffers(module)
-            frame.edges = self._backward.edges_into(args, kwargs)
+            handed = getattr(module, _HANDED, None)
+            frame.arguments, frame.held = (
+                values_of((args, kwargs)),
+                [*_buffers(module), *values_of([] if handed is None else handed)],
+            )
+            frame.edges = edges_into(args, kwargs, handed)
 
     def ends(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         """After the forward pass, or the exception that ended it."""
@@ -173,18 +183,18 @@ class _Hooks:
                 self._record(frame, outer, module, result)
 
     def _record(self, frame: _Frame, outer: _Frame | None, module: torch.nn.Module, result: Any) -> None:
-        own = [recorded(param.detach()) for param in module._parameters.values() if param is not None]
-        inputs = [*frame.inputs, *own]
-        if frame.below:
-            inputs.append(f"parameters below {together(frame.below)}")
-        drawn = _drawn(frame)
-        inputs += drawn
+        parameters = [recorded(param.detach()) for param in module._parameters.values() if param is not None]
+        inside = [together(frame.inside)] if frame.inside else []
+        drawn, held = _drawn(frame), [*frame.held, *parameters, *inside]
         if outer is not None:
-            outer.below += [together([*own, *frame.below])] if own or frame.below else []
+            outer.inside += held
             outer.drawn += drawn
+        inputs = [*frame.arguments, *frame.held, *parameters, *(f"inside {hashed}" for hashed in inside), *drawn]
         self._calls.put(frame.step, frame.scope, "forward", "", inputs, [*values_of(result), *_buffers(module)])
         if torch.is_grad_enabled():
-            self._backward.watch(frame.step, frame.scope, module, frame.edges, frame.sequence, result, together(inputs))
+            given = [] if outer is None else outer.given
+            call = BackwardCall(self._calls, frame.step, frame.scope, together(inputs), frame.given, given)
+            watch(call, module, frame.edges, frame.sequence, result)
 
 
 def _leave(entry: _Frame | _Scope) -> _Frame | None:
@@ -198,7 +208,7 @@ def _leave(entry: _Frame | _Scope) -> _Frame | None:
 def _drawn(frame: _Frame) -> list[Value]:
     """The generators that a module drew from, as they were before."""
     now = generator_states()
-    changed = [name for name, state in frame.generators.items() if now[name] != state]
+    changed = [name for name, state in frame.generators.items() if not torch.equal(now[name], state)]
     return [f"generator {name} {recorded(frame.generators[name])}" for name in changed] or list(frame.drawn)
 
 

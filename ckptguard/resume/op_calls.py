@@ -64,7 +64,7 @@ def recording(
         failed: Takes errors of the recording itself, so that they need not reach the training loop.
         limit: How many calls are recorded.
     """
-    return OpCalls(step, scope, Calls(emit, tell, failed, limit), current_scope)
+    return OpCalls(step, scope, Calls(emit, lambda: step, tell, failed, limit), current_scope)
 
 
 class OpCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]

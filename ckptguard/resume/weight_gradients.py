@@ -10,7 +10,7 @@ there, and what it holds then is not settled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -47,8 +47,8 @@ def accumulation_scope(parameter: Any) -> tuple[str, str] | None:
 class WeightGradients:
     """Watches parameters of modules."""
 
-    def __init__(self, calls: Calls, active: Callable[[], int | None]) -> None:
-        self._calls, self._active = calls, active
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
 
     def watch(self, chunk: torch.nn.Module, scopes: Iterable[tuple[str, torch.nn.Module]]) -> bool:
         """Hooks the parameters of a model's chunk.
@@ -67,15 +67,15 @@ class WeightGradients:
                     continue
                 _SCOPES[parameter] = scope
                 if settled:
-                    _Accumulation(self._calls, self._active, scope, parameter).attach()
+                    _Accumulation(self._calls, scope, parameter).attach()
         return settled
 
 
 class _Accumulation:
     """Of one parameter."""
 
-    def __init__(self, calls: Calls, active: Callable[[], int | None], scope: str, parameter: Any) -> None:
-        self._calls, self._active, self._scope, self._parameter = calls, active, scope, parameter
+    def __init__(self, calls: Calls, scope: str, parameter: Any) -> None:
+        self._calls, self._scope, self._parameter = calls, scope, parameter
         self._added: Value = None
         self._before: Value = None
         self._node: Any = None
@@ -91,7 +91,7 @@ class _Accumulation:
             self._parameter.register_post_accumulate_grad_hook(self._is_added)
 
     def _comes(self, gradient: torch.Tensor) -> None:
-        step = self._active()
+        step = self._calls.active()
         if step is None or is_added_by_kernel(self._parameter):
             return
         with self._calls.reading():
@@ -99,7 +99,7 @@ class _Accumulation:
             self._added = recorded(gradient.detach())
 
     def _is_added(self, *_: Any) -> None:
-        step, added = self._active(), self._added
+        step, added = self._calls.active(), self._added
         self._added = None
         if step is None or added is None:
             return
