@@ -15,7 +15,7 @@ from ckptguard.resume.results import Curve
 
 type Points = Sequence[tuple[int, float]]
 
-STYLES = ("first", "second", "third", "fourth", "fifth")
+_STYLES = {"repeat": "second", "save": "third", "resume": "fourth"}  # the first arm's is "first", any other's "fifth"
 _MAX_POINTS, _MAX_ROWS = 1000, 120
 _CROWD = 120  # points beyond which dots are drawn smaller
 _HEIGHT, _LOW_HEIGHT = 220, 120
@@ -56,7 +56,7 @@ def _figure(key: str, name: str, arms: Mapping[str, Points], saved_at: Sequence[
     low, high = _span(v for points in arms.values() for _, v in points if math.isfinite(v))
     margin = (high - low) * 0.06 or abs(high) * 0.05 or 1.0
     scale = _Scale(first, last, low - margin, high + margin)
-    styles = dict(zip(arms, (STYLES[min(i, len(STYLES) - 1)] for i in range(len(arms))), strict=True))
+    styles = {arm: "first" if arm == reference else _STYLES.get(arm, "fifth") for arm in arms}
     lines = [
         element("path", d=scale.path(_thinned(points)), class_=f"arm {styles[arm]}") for arm, points in arms.items()
     ]

@@ -181,9 +181,8 @@ def _meaning(grid: Grid, row: int, column: int, band: Band | None) -> str:
 def _summary(grid: Grid) -> str:
     cells, values = sum(b.cells for b in grid.bands.values()), sum(b.values for b in grid.bands.values())
     count = grid.steps[1] - grid.steps[0] + 1
-    said = (
-        f"{cells:,} of {grid.ranks * count:,} {'ranks' if count == 1 else 'rank steps'} differ, in {values:,} values."
-    )
+    what = "ranks" if count == 1 else "rank steps"
+    said = f"{cells:,} of {grid.ranks * count:,} {what} differ, in {values:,} value{'s' if values != 1 else ''}."
     if grid.per_row > 1:
         said += f" A {'cell' if grid.flat else 'row'} is {grid.per_row} ranks."
     if grid.per_column > 1:

@@ -347,11 +347,15 @@ def _settings(found: Verification) -> Content:
             element("td", element("code", "not set" if s.found is None else s.found), data_label="is"),
             element("td", element("code", s.wanted), data_label="should be"),
             element("td", s.why),
-            element("td", f"{s.severity}; {'--fix-env sets it' if s.fix == 'variable' else 'add it to the line'}"),
+            element(
+                "td",
+                f"{s.severity}; {'--fix-env sets it' if s.fix == 'variable' else 'add it to the line'}",
+                class_="fixed",
+            ),
         )
         for s in found.settings
     ]
-    names = ("setting", "is", "should be", "why", "")
+    names = ("setting", "is", "should be", "why", "what to do")
     return _table(names, rows, "stack", "settings that are not as they should be") if rows else None
 
 

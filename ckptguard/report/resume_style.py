@@ -110,7 +110,7 @@ tbody th { font-weight: 500; } .right { text-align: right; font-variant-numeric:
 .numbers th, .numbers td { font-variant-numeric: tabular-nums; text-align: right; white-space: nowrap;
     padding-block: .2rem; }
 .numbers td { font-family: var(--mono); font-size: .8rem; } .off { color: var(--bad); font-weight: 600; }
-.fixed { white-space: nowrap; }
+.fixed { white-space: nowrap; } .stack:not(.items) code { overflow-wrap: break-word; }
 .items td:nth-child(3) { min-width: 18rem; } .items .value { min-width: 13rem; }
 .filter { display: flex; flex-wrap: wrap; gap: .6rem; align-items: center; margin-top: .6rem; font-size: .875rem; }
 .filter[hidden] { display: none; }

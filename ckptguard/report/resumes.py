@@ -113,7 +113,7 @@ def _sections(found: Verification, folder: PurePath | None) -> Iterator[tuple[st
 def _run(found: Verification) -> str:
     saved = f"saved after {numbers(found.saved_at)}" if found.saved_at else "not saved"
     ranks = max((c.ranks for c in found.comparisons), default=0)
-    said = [f"{found.steps} steps, {saved}", f"{ranks} ranks" if ranks else ""]
+    said = [f"{found.steps} steps, {saved}", f"{ranks} rank{'s' * (ranks != 1)}" if ranks else ""]
     if found.stored_bytes_per_rank_step:
         said.append(f"{units.size(found.stored_bytes_per_rank_step)} recorded a rank and step")
     return ", ".join(filter(None, [str(found.facts.get("framework", "")), *said]))
