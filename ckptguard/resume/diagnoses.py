@@ -10,6 +10,7 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
 
 from ckptguard.resume.excuses import OF_A_STEP, events_by_step
 from ckptguard.resume.records import Event, Kind, RankRecord, Value, same
@@ -18,6 +19,7 @@ from ckptguard.resume.results import Comparison, Difference
 Records = Mapping[int, RankRecord]
 Place = tuple[int, str]  # rank, item
 _NUMBER = re.compile(r"#[0-9a-f]{32} \w+\[[\d, ]*\] (\S+)")
+_GROUP = re.compile(r"param group (\S+) (.+)")
 _BATCH = re.compile(r"batch (\d+)( .*)?")
 _SHOWN = 8
 
@@ -38,6 +40,7 @@ def describe(comparison: Comparison, one: Records, other: Records) -> tuple[str,
     where = holders(found, one)
     sentences += _of_other_ranks(found, where)
     sentences += _of_other_items(found, where)
+    sentences += _of_other_groups(found)
     sentences += _of_other_steps(found, one)
     return tuple(sentences)
 
@@ -98,25 +101,33 @@ def sort_of(difference: Difference) -> str:
 
 
 def _amounts(found: Sequence[Difference], other: Records) -> Iterator[str]:
-    """Such as that exp_avg_sq differs in 3 of 58 values of rank 1."""
+    """Such as that on rank 1 exp_avg_sq differs in 3 of 58 values."""
     by_sort: dict[str, list[Difference]] = defaultdict(list)
     for difference in found:
         by_sort[sort_of(difference)].append(difference)
+    told: list[str] = []
     for sort, differences in by_sort.items():
-        ranks = {d.rank for d in differences}
-        group, first = differences[0].group, differences[0]
-        start = f"optimizer {sort} " if group == "optimizer" else ""
+        first, ranks = differences[0], {d.rank for d in differences}
+        start = f"optimizer {sort} " if first.group == "optimizer" else ""
         absent = sum(1 for d in differences if d.other is None)
         total = absent + sum(_of_sort(other[rank], first, start) for rank in ranks)
-        such = f"{first.item}" if len(differences) == 1 else f"such as {first.item}"
-        yield f"{sort} differs in {len(differences):,} of {total:,} values of {ranks_text([*ranks])}: {such}."
+        told.append(
+            f"{len(differences):,} of {total:,} values of {sort}{'' if len(told) else f', such as {first.item}'}"
+        )
+    ranks = {d.rank for d in found}
+    verb = "differs" if len(found) == 1 else "differ"
+    yield f"On {ranks_text([*ranks])} {verb} {'; '.join(told)}."
 
 
 def _of_sort(record: RankRecord, first: Difference, start: str) -> int:
     """How many values of a group the event of a rank has whose names begin so."""
     event = record.event(first.kind, first.step)
-    names = event.values if event else {}
-    return sum(1 for name in names if record.groups.get(name) == first.group and name.startswith(start))
+    values = event.values.items() if event else ()
+    return sum(
+        1
+        for name, value in values
+        if value is not None and record.groups.get(name) == first.group and name.startswith(start)
+    )
 
 
 def _absent(found: Sequence[Difference]) -> Iterator[str]:
@@ -134,8 +145,9 @@ def _offsets(found: Sequence[Difference]) -> Iterator[str]:
         one, other = number(difference.one), number(difference.other)
         if difference.group in OF_A_STEP or one is None or other is None or one != one or other != other:
             continue
-        if int(one) == one and int(other) == other and one != other:
-            key = difference.item.rsplit(" ", 1)[-1] if difference.group != "optimizer" else sort_of(difference)
+        key = difference.item.rsplit(" ", 1)[-1] if difference.group != "optimizer" else sort_of(difference)
+        is_count = key == "step" or (type(one) is int and type(other) is int)
+        if is_count and int(one) == one and int(other) == other and one != other:
             apart[key, int(other) - int(one)].append((difference, int(one), int(other)))
     for (key, offset), values in apart.items():
         difference, one, other = values[0]
@@ -218,7 +230,7 @@ def _of_other_items(found: Sequence[Difference], where: Mapping[str, list[Place]
     """Such as that two items are swapped."""
     moved: dict[Place, str] = {}
     for difference in found:
-        places = where.get(_text(difference.other), [])
+        places = where.get(_text(difference.other), []) if difference.group != "batch" else []
         here = [item for rank, item in places if rank == difference.rank]
         if len(here) == 1 and here[0] != difference.item:
             moved[difference.rank, difference.item] = here[0]
@@ -236,6 +248,20 @@ def _of_other_items(found: Sequence[Difference], where: Mapping[str, list[Place]
         (rank, item), source = left[0]
         more = f", and so for {len(left) - 1:,} more values" if len(left) > 1 else ""
         yield f"On rank {rank} {item} holds what {source} should hold{more}."
+
+
+def _of_other_groups(found: Sequence[Difference]) -> Iterator[str]:
+    """Such as that two parameter groups have each other's options."""
+    groups: dict[tuple[int, str], dict[str, Difference]] = defaultdict(dict)
+    for difference in found:
+        if match := _GROUP.fullmatch(difference.item):
+            groups[difference.rank, match[1]][match[2]] = difference
+    for ((rank, a), ours), ((other_rank, b), theirs) in combinations(groups.items(), 2):
+        pairs = [(ours[key], theirs[key]) for key in ours.keys() & theirs.keys()]
+        swapped = all(same(x.other, y.one) and same(y.other, x.one) for x, y in pairs)
+        if rank == other_rank and ours.keys() == theirs.keys() and swapped:
+            options = ", ".join(list(ours)[:_SHOWN])
+            yield f"On rank {rank} param groups {a} and {b} have each other's options ({options})."
 
 
 def _of_other_steps(found: Sequence[Difference], one: Records) -> Iterator[str]:

@@ -148,7 +148,8 @@ def test_a_stale_checkpoint() -> None:
     assert issues(REFERENCE, stale(RESUME, 1, (0, 1, 2, 3)), async_save=True) == []  # no save was made there
     told = sentences(REFERENCE, wrong)
     assert "All that differs is the state of step 2, not of step 3 (48 values of master, optimizer, parameter)." in told
-    assert "exp_avg_sq differs in 12 of 12 values of ranks 0, 1, 2, 3" in told
+    assert told.startswith("On ranks 0, 1, 2, 3 differ 12 of 12 values of master, such as master chunk 0")
+    assert "; 12 of 12 values of exp_avg_sq; 12 of 12 values of parameter." in told
     assert "the state of step 1, not of step 3 (12 values" in sentences(REFERENCE, stale(RESUME, 1, (2,)))
     mixed = changed(wrong, "loaded", 3, 0, f"master chunk 0 {LAYERS[0]}", digest("other"))
     told = sentences(REFERENCE, mixed)
@@ -159,10 +160,10 @@ def test_a_stale_checkpoint() -> None:
 def test_how_much_differs_and_what_is_gone() -> None:
     item = f"optimizer exp_avg_sq chunk 0 {LAYERS[1]}"
     told = sentences(REFERENCE, changed(RESUME, "loaded", 3, 1, item, digest("wrong")))
-    assert told == f"exp_avg_sq differs in 1 of 3 values of rank 1: {item}."
+    assert told == f"On rank 1 differs 1 of 3 values of exp_avg_sq, such as {item}."
     gone = edited(RESUME, "loaded", 3, 1, lambda values: {n: v for n, v in values.items() if n != item})
     assert f"{item} is gone on rank 1." in sentences(REFERENCE, gone)
-    assert "exp_avg_sq differs in 1 of 3 values" in sentences(REFERENCE, gone)
+    assert "1 of 3 values of exp_avg_sq" in sentences(REFERENCE, gone)
     assert "new is there and should not be on rank 1" in sentences(
         REFERENCE, changed(RESUME, "loaded", 3, 1, "other new", 1)
     )
@@ -197,6 +198,11 @@ def test_swapped_items() -> None:
     groups = [f"param group 0.{at} params" for at in range(2)]
     swapped = loads(RESUME, {groups[0]: value(1, groups[1]), groups[1]: value(1, groups[0])}, (1,))
     assert f"{groups[0]} and {groups[1]} are swapped." in sentences(REFERENCE, swapped)
+    decays = [f"param group 0.{at} weight_decay" for at in range(2)]
+    swapped = loads(RESUME, {decays[0]: 0.0, decays[1]: 0.1}, (1,))
+    assert "On rank 1 param groups 0.0 and 0.1 have each other's options (weight_decay)." in sentences(
+        REFERENCE, swapped
+    )
     ranks = loads(loads(RESUME, {a: value(0, a)}, (1,)), {a: value(1, a)}, (0,))
     assert "Rank 1 has what rank 0 should have" in sentences(REFERENCE, ranks)
     assert "Rank 0 has what rank 1 should have" in sentences(REFERENCE, ranks)
