@@ -103,7 +103,7 @@ def main() -> None:
     done = load(options.load, parts) if options.load else 0
     ckptguard.record_loaded(done, **parts, seen=done * BATCH)
     for step in range(done + 1, options.steps + 1):
-        if options.helpers:
+        if options.helpers and step == 2:
             helpers()
         if step == options.fail_at:
             raise RuntimeError("the loop fails as it was told to")
