@@ -244,10 +244,7 @@ def world_size(name: str, records: Records) -> int:
     Raises:
         EnvironmentFailedError: One did not, or they do not tell of the same world.
     """
-    facts = [record.facts for record in records.values()]
-    told = {
-        fact[key] for fact in facts for key in ("world_size", "world") if key in fact
-    }  # of a framework, of a recorder
+    told = {record.facts["world_size"] for record in records.values() if "world_size" in record.facts}
     if len(told) > 1:
         raise EnvironmentFailedError(
             f"{name}: its ranks tell of worlds of {_some(sorted(told))} ranks",

@@ -144,7 +144,7 @@ def test_ends_that_do_not_match_are_refused() -> None:
         loaded(arm((1, 3), ranks=3), RESUME)
     with pytest.raises(EnvironmentFailedError, match=r"load: 1 of 3 ranks .*\(2\): rank 2 has no load of step 3"):
         loaded(REFERENCE, without(RESUME, "loaded", 3, 2))
-    mixed = {**RESUME, 1: dataclasses.replace(RESUME[1], facts={"world": 4})}
+    mixed = {**RESUME, 1: dataclasses.replace(RESUME[1], facts={"world_size": 4})}
     with pytest.raises(EnvironmentFailedError, match=r"resume: its ranks tell of worlds of 3, 4 ranks"):
         steps(REFERENCE, mixed)
     silent = {rank: record for rank, record in RESUME.items() if rank != 1}
