@@ -94,6 +94,8 @@ def run_arm(
         EnvironmentFailedError: It could not be started, or not be ended.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    if line.role == "save" and line.framework == "torch" and line.checkpoints is not None:
+        Path(line.checkpoints).mkdir(parents=True, exist_ok=True)  # Megatron makes its own; a plain loop may expect one
     log = folder / LOG
     began = time.monotonic()
     with Kept(line.command, os.environ | dict(line.environment), log, grace_seconds) as kept:

@@ -272,6 +272,7 @@ _SAVES = {"role": "save", "saves": (2, 4)}
         ("rank(saves=(2, 4)); checkpoint(2)", {}, "says '2', and step 4 had to be saved"),
         ("rank(saves=(2, 4)); checkpoint(4, content=False)", {}, "holds nothing"),
         ("rank(); checkpoint(4, tracker=False)", {"framework": "torch"}, None),
+        ("rank(); Path(os.environ['CHECKPOINTS'], 'a.pt').touch()", {"framework": "torch"}, None),
         ("rank()", {"framework": "torch"}, "no checkpoint was written to "),
     ],
 )
