@@ -117,6 +117,7 @@ class Comparison:
         agreeing: Groups that have no difference in that event, with how many values agree.
         cells: ``(rank, step, values that differ, first group that differs)``, only where something does; for the map.
         excused: Differences that a rule explains.
+        left_out: How many differences of that event are not in ``at_first``, which reports would be too large with.
     """
 
     one: str
@@ -130,6 +131,7 @@ class Comparison:
     agreeing: tuple[tuple[Group, int], ...]
     cells: tuple[tuple[int, int, int, Group], ...]
     excused: tuple[Excused, ...]
+    left_out: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +196,7 @@ class Verification:
     Attributes:
         word: The verdict.
         sentence: The verdict in one sentence, with the first difference or the failed arm.
-        steps: Steps of the reference.
+        steps: Last step of the reference.
         saved_at: Steps after which the run was saved, the last being the one resumed from.
         facts: Framework, versions, world size and axes, as the ranks told.
         settings: Determinism settings that are not as they should be.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +17,11 @@ from ckptguard.resume.excuses import RULES
 from ckptguard.resume.known_faults import recognise
 from ckptguard.resume.narrowing import narrow_state, narrow_step
 from ckptguard.resume.orders import Level
+from ckptguard.resume.placed import compare_placed
 from ckptguard.resume.results import Comparison, Culprit, Curve, KnownFault, Setting, Verification, Word
 from ckptguard.resume.session import ArmFailedError, Listener, Plant, Records, Session, Silent
 
+MOST_DIFFERENCES = 20_000  # per comparison in a report; the streams of the arms hold all
 _CURVES = ("loss", "metric")
 
 
@@ -193,8 +196,6 @@ class _Proof:
 
     def _compare_layouts(self, saved: int) -> None:
         """Under another layout sums are made in another order, so only what was loaded can be held to be equal."""
-        from ckptguard.resume.placed import compare_placed
-
         records = self.session.records
         compared = compare_placed(
             "save",
@@ -240,12 +241,12 @@ class _Proof:
         return Verification(
             word=self.word,
             sentence=self.sentence,
-            steps=self.request.steps,
-            saved_at=self.request.save_at,
+            steps=self.request.start + self.request.steps,
+            saved_at=tuple(self.request.start + step for step in self.request.save_at),
             facts=_facts(reference),
             settings=tuple(settings),
             arms=tuple(self.session.runs),
-            comparisons=tuple(self.comparisons),
+            comparisons=tuple(_bounded(comparison) for comparison in self.comparisons),
             culprits=self.culprits,
             chain=tuple(self.session.chain),
             known=self._known(),
@@ -273,6 +274,11 @@ def _verdict(loaded: Comparison, steps: Comparison, saved: int, last: int) -> st
         f"The resumed run differs from step {first.step} on, first in {first.item} of rank {first.rank}, though the state was "
         "loaded as it was saved."
     )
+
+
+def _bounded(comparison: Comparison) -> Comparison:
+    left_out = max(0, len(comparison.at_first) - MOST_DIFFERENCES)
+    return dataclasses.replace(comparison, at_first=comparison.at_first[:MOST_DIFFERENCES], left_out=left_out)
 
 
 def curves(arm: str, records: Records) -> tuple[Curve, ...]:
