@@ -44,7 +44,9 @@ class _Whole:
     def add(self, rank: int, value: Mapping[str, Any]) -> None:
         """What one rank holds of it."""
         form, boxes, sums = _read(value)
-        if form != self.form:
+        if boxes is None:
+            self.problems.append(f"rank {rank} holds it in so many boxes that they were not recorded")
+        elif form != self.form:
             self.problems.append(f"rank {self.rank} has {_form(self.form)} and rank {rank} has {_form(form)}")
         elif boxes:
             held, first = self.parts.setdefault(boxes, (sums, rank))

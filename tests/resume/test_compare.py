@@ -21,6 +21,7 @@ from ckptguard.resume.results import Comparison
 REFERENCE = arm((1, 6), ranks=3, saved=(3,))
 RESUME = arm((4, 6), ranks=3, loaded=True)
 NAMES = list(values_of(0, 4))
+NO_SUSPECTS = [name for name in NAMES if "torch cpu" not in name]  # both of them planted alike can be explained
 STATE = [name for name, (group, _) in values_of(0, 3, full=False).items() if group not in OF_A_STEP]
 
 
@@ -68,7 +69,10 @@ def test_one_planted_change_in_what_is_loaded(rank: int, item: str) -> None:
 
 @given(
     st.lists(
-        st.tuples(st.integers(4, 6), st.integers(0, 2), st.sampled_from(NAMES)), min_size=1, max_size=12, unique=True
+        st.tuples(st.integers(4, 6), st.integers(0, 2), st.sampled_from(NO_SUSPECTS)),
+        min_size=1,
+        max_size=12,
+        unique=True,
     )
 )
 def test_many_planted_changes(planted: list[tuple[int, int, str]]) -> None:

@@ -110,6 +110,13 @@ def test_what_is_lost_or_held_twice_is_said() -> None:
     assert found.at_first[0].other == "[3:15, 0:5] is not inside float32[12, 5]"
 
 
+def test_boxes_that_were_not_recorded() -> None:
+    loaded = arm("loaded", rows(1))
+    loaded[0].events[0].values[NAME]["boxes"] = "#b3:" + 32 * "0"
+    found = compare_placed("save", arm("saved", rows(2)), "resume", loaded, 3, "")
+    assert found.at_first[0].other == "rank 0 holds it in so many boxes that they were not recorded"
+
+
 def test_a_tensor_that_one_side_has_not() -> None:
     lacking = arm("loaded", rows(1))
     lacking[0].events[0] = Event("loaded", 3, {"global master other": part(DATA, [whole(SHAPE)])})
