@@ -150,12 +150,13 @@ def _gathered(name: str, records: Records, kind: Kind, step: int) -> dict[str, _
     return found
 
 
-def _read(value: Mapping[str, Any]) -> tuple[tuple[str, tuple[int, ...]], _Boxes, tuple[int, int]]:
-    """Dtype and global shape, boxes with elements, and the sum of a recorded part."""
-    boxes = tuple(Box(tuple(offset), tuple(size)) for offset, size in value["boxes"])
-    digits = value["sum"]
-    sums = int(digits[:16], 16), int(digits[16:], 16)
-    return (value["dtype"], tuple(value["shape"])), tuple(box for box in boxes if box.numel), sums
+def _read(value: Mapping[str, Any]) -> tuple[tuple[str, tuple[int, ...]], _Boxes | None, tuple[int, int]]:
+    """Form of the whole, boxes with elements (None where a list was too long to be recorded), and the sum of a part."""
+    boxes, digits = value["boxes"], value["sum"]
+    filled = None
+    if isinstance(boxes, list):
+        filled = tuple(box for box in (Box(tuple(offset), tuple(size)) for offset, size in boxes) if box.numel)
+    return (value["dtype"], tuple(value["shape"])), filled, (int(digits[:16], 16), int(digits[16:], 16))
 
 
 def _form(form: tuple[str, tuple[int, ...]]) -> str:
