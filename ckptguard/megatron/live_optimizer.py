@@ -11,12 +11,30 @@ parameters), ``Float16OptimizerWithFloat16Params`` and ``FP32Optimizer``, or tor
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ckptguard.core.watching import LiveItem
 from ckptguard.megatron.live_values import always, copy_into, entry_item, is_plain, plain, tensor_items
 
 _MASTER_KEY = "master_param"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OwnedTensor:
+    """A tensor that an optimizer keeps for a parameter.
+
+    Attributes:
+        kind: ``master``, or ``optimizer`` and the key of the state.
+        param: The model's parameter.
+        owned: Its flat elements ``[owned.start, owned.end)`` that the tensor is for; None for all.
+        tensor: Flat where ``owned`` is given.
+    """
+
+    kind: str
+    param: Any
+    owned: Any
+    tensor: Any
 
 
 class LiveOptimizer:
@@ -65,12 +83,26 @@ class LiveOptimizer:
         """
         items = []
         for number, link in enumerate(self.links):
-            cut = hasattr(link, "model_param_gbuf_map")
             for name, _ in self._owned(number):
                 if (param := self._params.get(name)) is not None:
-                    owned = link._get_model_param_range_map(param)["param"] if cut else None
-                    items.append(_gradient_item(name, param, owned))
+                    items.append(_gradient_item(name, param, _own_range(link, param)))
         return items
+
+    def tensors(self) -> Iterator[OwnedTensor]:
+        """Masters and states of the model's parameters, as far as they are tensors."""
+        import torch
+
+        for number, (link, inner) in enumerate(zip(self.links, self._inner, strict=True)):
+            for name, param in self._owned(number):
+                if (model := self._params.get(name)) is None:
+                    continue
+                owned = _own_range(link, model)
+                if not self._is_model_memory(name, param):
+                    yield OwnedTensor("master", model, owned, param)
+                for key, value in inner.state.get(param, {}).items():
+                    if isinstance(value, torch.Tensor):
+                        kind = "master" if key == _MASTER_KEY else f"optimizer {key}"
+                        yield OwnedTensor(kind, model, owned, value)
 
     def _inner_of(self, link: Any) -> Any:
         inner = link if not hasattr(link, "optimizer") else link.optimizer
@@ -187,6 +219,11 @@ def _scaler_items(number: int, scaler: Any) -> list[LiveItem]:
     keys = list(scaler.state_dict())
     fixed = [] if "scale" in keys else [LiveItem(f"scaler {number} scale", "scaler", lambda: plain(scaler.scale))]
     return [*fixed, *map(item, keys)]
+
+
+def _own_range(link: Any, param: Any) -> Any:
+    """The flat elements ``[start, end)`` of a parameter that a distributed optimizer updates here; None of any other."""
+    return link._get_model_param_range_map(param)["param"] if hasattr(link, "model_param_gbuf_map") else None
 
 
 def _gradient_item(name: str, param: Any, owned: Any) -> LiveItem:

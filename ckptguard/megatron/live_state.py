@@ -52,7 +52,7 @@ class LiveState:
     ) -> None:
         """Takes what ``live_state`` takes."""
         self._chunks, self._scheduler, self._counters = list(model_chunks), scheduler, tuple(counters)
-        self._params = {name: param for chunk in _named(self._chunks, "named_parameters") for name, param in chunk}
+        self._params = named_parameters(self._chunks)
         self._optimizer = LiveOptimizer(optimizer, {id(p): name for name, p in self._params.items()}, self._params)
         self._modules = [
             (f"chunk {number} {plain_name(name)}".rstrip(), module)
@@ -146,9 +146,13 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != "module")
 
 
-def _named(chunks: Sequence[Any], what: str) -> Iterator[list[tuple[str, Any]]]:
-    for number, chunk in enumerate(chunks):
-        yield [(f"chunk {number} {plain_name(name)}", value) for name, value in getattr(chunk, what)()]
+def named_parameters(chunks: Sequence[Any]) -> dict[str, Any]:
+    """Parameters of all chunks, such as ``chunk 0 decoder.final_layernorm.weight``."""
+    return {
+        f"chunk {number} {plain_name(name)}": param
+        for number, chunk in enumerate(chunks)
+        for name, param in chunk.named_parameters()
+    }
 
 
 def _has_extra_state(module: Any) -> bool:

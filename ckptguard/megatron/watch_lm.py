@@ -33,6 +33,7 @@ from ckptguard.core.watching import LiveItem, Watcher
 from ckptguard.megatron.live_generators import generator_items
 from ckptguard.megatron.live_state import LiveState
 from ckptguard.megatron.live_values import attribute_item
+from ckptguard.megatron.placed_state import placed_items
 from ckptguard.megatron.run_facts import facts_of_run
 
 WRAPPED: dict[str, tuple[str, ...]] = {
@@ -52,6 +53,9 @@ _OPERATIONS = "num_floating_point_operations_so_far"
 
 def watch(watcher: Watcher) -> None:
     """Tells a watcher about Megatron-LM's loop as soon as that is imported, or from now on if it is.
+
+    A watcher that has a function ``placed_sum`` (``placed_state.Summed``) is also given the parts of whole tensors when state
+    was loaded and is saved.
 
     Raises:
         UnsupportedError: The installed Megatron-LM has another loop; names what is missing.
@@ -86,6 +90,7 @@ class _Watched:
     def __init__(self, watcher: Watcher, module: ModuleType) -> None:
         self.watcher, self.module = watcher, module
         self.state: LiveState | None = None
+        self.built: tuple[Any, Any] = ((), None)
         self.step = 0
         self.operations: Any = None  # None where it is not known
         self.in_step = self.in_pretrain = False
@@ -123,11 +128,13 @@ class _Watched:
         self.watcher.started(facts_of_run(options))
         model, optimizer, scheduler = built = original(*args, **kwargs)
         self.step, self.operations = options.iteration, options.num_floating_point_operations_so_far
+        self.built = model, optimizer
         self.state = LiveState(model, optimizer, scheduler, self._counters(options))
         self.watcher.built(model, optimizer)
         items = self._items()
-        unobserved = [*self.state.unobserved, *_unobserved(options)]
-        self.watcher.loaded(self.step, items, unobserved)
+        placed, unplaced = self._placed()
+        unobserved = [*self.state.unobserved, *_unobserved(options), *unplaced]
+        self.watcher.loaded(self.step, (*items, *placed), unobserved)
         return built
 
     def _train_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -172,7 +179,7 @@ class _Watched:
         given = inspect.signature(original).bind(*args, **kwargs).arguments
         if self.state is not None:
             self.step, self.operations = given["iteration"], given[_OPERATIONS]
-            self.watcher.saved(self.step, self._items())
+            self.watcher.saved(self.step, (*self._items(), *self._placed()[0]))
         return original(*args, **kwargs)
 
     def _train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -196,6 +203,11 @@ class _Watched:
             return ()
         items = self.state.items()
         return items if self.operations is not None else tuple(i for i in items if i.name != f"counter {_OPERATIONS}")
+
+    def _placed(self) -> tuple[tuple[LiveItem, ...], tuple[str, ...]]:
+        """Parts of whole tensors, for a watcher that says how to sum them."""
+        summed = getattr(self.watcher, "placed_sum", None)
+        return ((), ()) if summed is None else placed_items(*self.built, summed)
 
     def _counters(self, options: Any) -> list[LiveItem]:
         """Counters of Megatron-LM; ``iteration`` and the operations are put back where ``train`` takes them up."""

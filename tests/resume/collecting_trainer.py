@@ -31,12 +31,17 @@ def digest(value: Any) -> Any:
 
 
 class Collector:
-    """A watcher that keeps everything."""
+    """A watcher that keeps everything, whole tensors too."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.told: dict[str, Any] = {"calls": [], "loaded": {}, "saved": {}, "steps": {}, "groups": {}}
         self.gathered: dict[str, Any] = {}
+
+    def placed_sum(self, parts: Sequence[Any], shape: Sequence[int]) -> str:
+        from ckptguard.resume.placed_sums import placed_sum
+
+        return placed_sum(parts, shape)
 
     def _read(self, items: Sequence[Any]) -> dict[str, Any]:
         names = [item.name for item in items]
@@ -58,6 +63,7 @@ class Collector:
         self._call("loaded", step)
         self.told["loaded"], self.told["unobserved"] = self._read(items), list(unobserved)
         self.told["written"] = [item.name for item in items if item.write is not None]
+        self._write()  # a run that only loads has no end
 
     def step_begins(self, step: int, items: Sequence[Any]) -> None:
         self._call("step begins", step)
@@ -80,6 +86,9 @@ class Collector:
 
     def ended(self) -> None:
         self._call("ended")
+        self._write()
+
+    def _write(self) -> None:
         path = self.folder / f"rank_{os.environ['RANK']}.json"
         path.write_text(json.dumps(self.told, indent=1))
 

@@ -16,11 +16,16 @@ import pytest
 from filelock import FileLock
 
 from ckptguard.core.errors import UnsupportedError
+from ckptguard.megatron.placed_state import placed_items
 from ckptguard.megatron.watch_lm import WRAPPED, check_loop
+from ckptguard.resume.placed import compare_placed
+from ckptguard.resume.placed_sums import placed_sum
+from ckptguard.resume.records import Event, Kind, RankRecord
 from ckptguard.testing.recipes import Recipe, _launch
 
 HERE = Path(__file__).parent
 SOURCES = sorted(Path(inspect.getfile(check_loop)).parent.glob("live_*.py"))
+SOURCES += [Path(inspect.getfile(placed_items)), Path(inspect.getfile(placed_sum))]
 SOURCES += [Path(inspect.getfile(check_loop)), Path(__file__), HERE / "collecting_trainer.py"]
 
 DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
@@ -36,6 +41,8 @@ MOE = Recipe(
     ),
 )  # fmt: skip
 
+OTHER_LAYOUT = dataclasses.replace(DENSE, name="watched_dense_tp2_pp2", tp=2, pp=2, dp=1)
+
 # What a process sets for itself after loading, and what no checkpoint of this version holds.
 STARTS_ANEW = {"other rerun current_iteration", "other rerun first_iteration_complete"}
 EXPERT_RNG = "rng tracker expert-parallel-rng"
@@ -47,6 +54,7 @@ class Told:
 
     whole: list[dict[str, Any]]
     resumed: list[dict[str, Any]]
+    elsewhere: list[dict[str, Any]]  # loaded under another layout; only dense
 
     def ranks(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         return list(zip(self.whole, self.resumed, strict=True))
@@ -64,23 +72,31 @@ def told(real_cache: Path) -> Callable[[Recipe], Told]:
                 with tempfile.TemporaryDirectory(dir=real_cache) as made:
                     _run(recipe, Path(made))
                     (Path(made) / "told").rename(folder)
-        return Told(*(_read(folder / name, recipe.world_size) for name in ("whole", "resumed")))
+        return Told(*(_read(folder / name) for name in ("whole", "resumed", "elsewhere")))
 
     return get
 
 
 def _run(recipe: Recipe, out: Path) -> None:
+    load = ["--load", str(out / "saved"), "--ckpt-step", "2"]
+    runs = {
+        "whole": (recipe, ["--save", str(out / "saved")]),
+        "resumed": (recipe, ["--save", str(out / "again"), *load]),
+        "elsewhere": (OTHER_LAYOUT, ["--load-only", *load]),
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(HERE))
-        for name, load in (("whole", []), ("resumed", ["--load", str(out / "saved"), "--ckpt-step", "2"])):
-            (out / "told" / name).mkdir(parents=True)
-            save = out / "saved" if not load else out / "again"
-            flags = ["--save", str(save), "--ckpt-format", "torch_dist", f"--collect={out / 'told' / name}", *load]
-            _launch(recipe, flags, 150, "collecting_trainer")
+        for name, (layout, flags) in runs.items():
+            folder = out / "told" / name
+            folder.mkdir(parents=True)
+            if name != "elsewhere" or recipe is DENSE:
+                _launch(
+                    layout, [*flags, "--ckpt-format", "torch_dist", f"--collect={folder}"], 150, "collecting_trainer"
+                )
 
 
-def _read(folder: Path, ranks: int) -> list[dict[str, Any]]:
-    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(ranks)]
+def _read(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(len(list(folder.iterdir())))]
 
 
 def _different(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
@@ -193,6 +209,35 @@ def test_scaler_and_buffers_are_items(told: Callable[[Recipe], Told]) -> None:
     unwritten = set(resumed["loaded"]) - set(resumed["written"])
     assert {name.split(" ")[0] for name in unwritten} <= {"counter", "other", "param"}
     assert all(name.endswith(" params") for name in unwritten if name.startswith("param group"))
+
+
+def _records(ranks: list[dict[str, Any]], kind: Kind, states: list[dict[str, Any]]) -> dict[int, RankRecord]:
+    return {
+        number: RankRecord({"world_size": len(ranks)}, rank["groups"], [Event(kind, 2, state)])
+        for number, (rank, state) in enumerate(zip(ranks, states, strict=True))
+    }
+
+
+@pytest.mark.megatron
+@pytest.mark.slow
+def test_state_loaded_under_another_layout_is_the_saved_one(told: Callable[[Recipe], Told]) -> None:
+    """Saved by two data parallel ranks, loaded by two tensor parallel ranks in each of two stages; keys are the files'."""
+    runs = told(DENSE)
+    saved = _records(runs.whole, "saved", [rank["saved"]["2"] for rank in runs.whole])
+    loaded = _records(runs.elsewhere, "loaded", [rank["loaded"] for rank in runs.elsewhere])
+    compared = compare_placed("save", saved, "resume", loaded, 2, "the same?")
+    assert compared.first is None
+    keys = {name.split(" ")[-1] for name in saved[0].events[0].values if name.startswith("global parameter")}
+    assert {"decoder.layers.self_attention.linear_qkv.weight", "embedding.word_embeddings.weight"} < keys
+    assert compared.values == 4 * len(keys)  # master, exp_avg and exp_avg_sq of each
+    assert runs.elsewhere[0]["unobserved"] == []
+
+    name = "global optimizer exp_avg decoder.layers.mlp.linear_fc1.weight"
+    value = loaded[0].events[0].values[name]
+    assert len(value["boxes"]) == 2  # of gate and up, of the layer of this stage
+    loaded[0].events[0].values[name]["sum"] = "0" * 32
+    found = compare_placed("save", saved, "resume", loaded, 2, "the same?")
+    assert [difference.item for difference in found.at_first] == [name]
 
 
 def _module(**functions: Any) -> ModuleType:
