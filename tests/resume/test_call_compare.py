@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_records import digest
 
@@ -78,6 +78,7 @@ def test_equal_streams() -> None:
     assert first_fault(ranks([], []), ranks([], [])) is None
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.sampled_from(MODULES[:3]))
 def test_the_module_that_gets_the_same_and_gives_something_else(module: str) -> None:
     found = located(ranks(stream()), ranks(stream(broken=module)))
@@ -90,6 +91,7 @@ def test_the_module_that_gets_the_same_and_gives_something_else(module: str) -> 
     assert "output 0 differs (#" in culprit.why
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.sampled_from(MODULES[:3]), st.sampled_from(["aten.mul.Tensor", "aten.mm.default"]))
 def test_the_operation(module: str, op: str) -> None:
     found = located(ranks(stream(op="aten")), ranks(stream(broken=module, op=op)))
@@ -203,6 +205,7 @@ def test_what_another_rank_sent() -> None:
     assert any("Rank 0 sent it" in f.evidence[-1] for f in (found.fault, *found.receivers))
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 11), st.booleans())
 def test_a_call_too_many_or_too_few_is_told_and_not_followed_by_false_ones(at: int, gone: bool) -> None:
     one, other = stream(), stream()
@@ -217,6 +220,7 @@ def test_a_call_too_many_or_too_few_is_told_and_not_followed_by_false_ones(at: i
     assert found.fault.call in (one if gone else other)
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 7), st.booleans())
 def test_operations_of_one_kind_are_aligned_by_what_they_do(at: int, gone: bool) -> None:
     ops = [call(LAYER, [digest(n)], [digest(n, "out")], op="aten.add.Tensor", occurrence=n) for n in range(8)]

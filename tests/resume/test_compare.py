@@ -7,7 +7,7 @@ import math
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_records import Arm, arm, changed, digest, edited, event, values_of, without
 
@@ -43,6 +43,7 @@ def test_equal_arms() -> None:
     assert loaded(REFERENCE, RESUME).values == 3 * len(STATE)
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.integers(4, 6), st.integers(0, 2), st.sampled_from(NAMES))
 def test_one_planted_change_is_the_first_difference(step: int, rank: int, item: str) -> None:
     wrong = changed(RESUME, "step", step, rank, item, digest("planted"))
@@ -60,6 +61,7 @@ def test_one_planted_change_is_the_first_difference(step: int, rank: int, item: 
     assert back.cells == found.cells
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2), st.sampled_from(STATE))
 def test_one_planted_change_in_what_is_loaded(rank: int, item: str) -> None:
     found = loaded(REFERENCE, changed(RESUME, "loaded", 3, rank, item, digest("planted")))
@@ -67,6 +69,7 @@ def test_one_planted_change_in_what_is_loaded(rank: int, item: str) -> None:
     assert (found.first.kind, found.first.rank, found.first.item) == ("loaded", rank, item)
 
 
+@settings(max_examples=60, deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(4, 6), st.integers(0, 2), st.sampled_from(NO_SUSPECTS)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from made_records import Arm, arm, changed, digest, edited, values_of
 
@@ -69,6 +69,7 @@ def test_the_cpu_generator_right_after_loading() -> None:
     assert names(loaded(REFERENCE, both, later)) == {CPU[0], BUFFER}
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.integers(4, 6), st.integers(0, 1), st.sampled_from([n for n in values_of(0, 4) if n not in CPU]))
 def test_any_other_difference_makes_the_cpu_generator_one(step: int, rank: int, item: str) -> None:
     found = steps(REFERENCE, changed(offset(RESUME), "step", step, rank, item, digest("planted")))
@@ -129,6 +130,7 @@ def test_unsaved_buffers_are_excused_right_after_loading_only() -> None:
     assert loaded(REFERENCE, wrong, read).first is not None
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.sampled_from([n for n, (g, _) in values_of(0, 3, full=False).items() if g not in OF_A_STEP]))
 def test_no_rule_hides_what_else_was_loaded_wrong(item: str) -> None:
     assume(item not in (BUFFER, CPU[0]))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_records import LAYERS, Arm, arm, changed, digest, edited, values_of
 
@@ -218,6 +218,7 @@ def test_values_that_stand_everywhere_tell_nothing() -> None:
     assert "should have" not in told
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 3), st.sampled_from(sorted(values_of(0, 3, full=False))))
 def test_an_unknown_fault_has_no_name(rank: int, item: str) -> None:
     every = {"use_megatron_fsdp": True, "optimizer_cpu_offload": True, "async_save": True, "optimizer": "muon",

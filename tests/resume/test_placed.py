@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_records import Arm, without
 
@@ -81,6 +81,7 @@ def test_equal_however_it_is_cut(one: Cut, other: Cut) -> None:
     assert found.agreeing == (("parameter", 1),)
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 11), st.integers(0, 4))
 def test_one_bit(row: int, column: int) -> None:
     wrong = DATA.copy()
