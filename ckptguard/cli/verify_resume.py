@@ -30,6 +30,7 @@ _EXIT = {
 }
 _MODELS: dict[str, Model] = {"gpt": "dense", "moe": "moe", "hybrid": "hybrid"}
 _BUILTIN_DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
+_REMOTE = frozenset({"srun", "mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun"})
 _size = click.IntRange(1)
 
 
@@ -41,7 +42,13 @@ _size = click.IntRange(1)
 @click.option(
     "--save-at",
     metavar="N[,N...]",
-    help="Steps after which it is saved, the last being resumed; half of --steps by default.",
+    help="Steps after which it is saved; half of --steps by default.",
+)
+@click.option("--resume-from", type=_size, metavar="N", help="Which of several saves is resumed; the last by default.")
+@click.option(
+    "--checkpoints",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Where checkpoints are saved and loaded, such as a directory of each node's own disk; in --work by default.",
 )
 @click.option("--repeat", is_flag=True, help="Run the uninterrupted run twice first: is it deterministic at all?")
 @click.option("--no-load-arm", is_flag=True, help="Leave out the arm that only loads.")
@@ -193,11 +200,22 @@ def _request(
     folder = chosen["work"] or Path(f"ckptguard-resume-{datetime.now(UTC):%Y%m%d-%H%M%S}")
     request = Request(
         line=parsed, framework=framework, steps=steps, save_at=_save_at(chosen["save_at"], steps),
-        folder=str(folder.absolute()),        site=str(site_directory()), environment=environment, added_environment={**needed, **fixed},
+        folder=str(folder.absolute()),        site=str(site_directory()), environment=environment,
+        added_environment={**needed, **fixed},
+        resume_from=chosen["resume_from"], checkpoints=_new_folder(chosen["checkpoints"]),
         start=_start(*start_of(parsed, framework)), resume_args=resume_args, templates=templates,
     )  # fmt: skip
     check(request)
     return request, found
+
+
+def _new_folder(folder: Path | None) -> str | None:
+    """A folder that holds nothing yet, as far as can be seen from here: nobody's checkpoints are ever written over."""
+    if folder is None:
+        return None
+    if folder.is_dir() and any(folder.iterdir()):
+        raise UsageError(f"--checkpoints {folder}: is not empty", next_step="Give a directory that is new or empty.")
+    return str(folder.absolute())
 
 
 def _save_at(text: str | None, steps: int) -> tuple[int, ...]:
@@ -220,7 +238,7 @@ def _start(folder: str | None, step: int | None) -> int:
 
 def _uses_gpus(launchers: Sequence[str]) -> bool:
     """A GPU here, or a launcher that starts processes elsewhere."""
-    return Path("/dev/nvidiactl").exists() or any(name in ("srun", "mpirun", "mpiexec") for name in launchers)
+    return Path("/dev/nvidiactl").exists() or bool(_REMOTE.intersection(launchers))
 
 
 def _versions() -> dict[str, str]:

@@ -24,6 +24,7 @@ class Target:
         save_every: Steps between saves, if there are any.
         load_from: The checkpoint folder to resume from; None leaves the user's start as it is.
         load_step: Which of the steps saved there; None is the newest.
+        load_older: It is not the newest.
         hidden: The user's arguments cannot be seen, so what may stand in them is overridden too.
     """
 
@@ -33,6 +34,7 @@ class Target:
     save_every: int | None = None
     load_from: str | None = None
     load_step: int | None = None
+    load_older: bool = False
     hidden: bool = False
 
 
@@ -154,7 +156,7 @@ class MegatronLM:
             added += ["--save="]
         if target.load_from is not None:
             added += ["--load", target.load_from, "--exit-on-missing-checkpoint"]
-            if target.load_step is not None and (target.hidden or given("--ckpt-step")):
+            if target.load_step is not None and (target.hidden or target.load_older or given("--ckpt-step")):
                 added += ["--ckpt-step", str(target.load_step)]
         for name, folder_name in _LM_FOLDERS.items():
             if given(name) or (name == "--wandb-save-dir" and given("--wandb-project", "--wandb-exp-name")):
@@ -231,7 +233,7 @@ class Bridge:
             added += ["checkpoint.save=null", "checkpoint.async_save=false"]
         if target.load_from is not None:
             added += [f"checkpoint.load={_quoted(target.load_from)}", "checkpoint.exit_on_missing_checkpoint=true"]
-            if target.load_step is not None and given("checkpoint.ckpt_step"):
+            if target.load_step is not None and (target.load_older or given("checkpoint.ckpt_step")):
                 added += [f"checkpoint.ckpt_step={target.load_step}"]
         for name, folder_name in _BRIDGE_FOLDERS.items():
             if given(name) or (name == "logger.wandb_save_dir" and given("logger.wandb_project")):

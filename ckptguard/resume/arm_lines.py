@@ -57,12 +57,14 @@ class Request:
         line: The user's launch line.
         framework: Who trains.
         steps: Steps of the reference.
-        save_at: Steps after which the run is saved, increasing; the last is the one resumed from.
+        save_at: Steps after which the run is saved, increasing; of which one is resumed from.
         folder: Where arms record and save; each gets a folder in it. Visible on all nodes.
         site: Folder whose ``sitecustomize`` brings the recorder in.
         environment: The user's variables.
         added_environment: Variables for every arm, such as determinism settings that ckptguard sets.
         start: Step that the run starts from: 0, or that of the user's own checkpoint. ``steps`` and ``save_at`` count from it.
+        resume_from: Which of ``save_at`` is resumed from; None is the last.
+        checkpoints: Where the save arm saves, such as a folder of each node's own disk; None is a folder of the arm.
         resume_args: Arguments for arms that load, such as another layout.
         resume_environment: Variables for arms that load.
         templates: Needed for ``torch``.
@@ -77,9 +79,21 @@ class Request:
     environment: Mapping[str, str] = field(default_factory=dict)
     added_environment: Mapping[str, str] = field(default_factory=dict)
     start: int = 0
+    resume_from: int | None = None
+    checkpoints: str | None = None
     resume_args: tuple[str, ...] = ()
     resume_environment: Mapping[str, str] = field(default_factory=dict)
     templates: Templates | None = None
+
+    @property
+    def last_save(self) -> int:
+        """The step after which the save arm ends."""
+        return self.start + self.save_at[-1]
+
+    @property
+    def resumed_at(self) -> int:
+        """The step that arms which load begin with."""
+        return self.last_save if self.resume_from is None else self.start + self.resume_from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +112,7 @@ class ArmLine:
         end: Last step that it must make; ``start`` in an arm that only loads.
         saves: Steps after which it must have saved.
         checkpoints: Folder that it saves to, or loads from; None if it does neither.
+        elsewhere: That folder may be on other nodes' disks, and not to be seen from here.
         framework: Who trains.
         world: Number of processes, if the line says so.
     """
@@ -113,6 +128,7 @@ class ArmLine:
     end: int
     saves: tuple[int, ...]
     checkpoints: str | None
+    elsewhere: bool
     framework: Framework
     world: int | None
 
@@ -130,7 +146,8 @@ def plan_arms(request: Request, *, repeat: bool = False) -> tuple[ArmLine, ...]:
     """
     check(request)
     roles: tuple[Role, ...] = ("reference", *(("repeat",) if repeat else ()), "save", "load", "resume")
-    return tuple(_arm(request, role, role, _PURPOSES[role], request.steps) for role in roles)
+    ends = {"save": request.save_at[-1], "load": 0}
+    return tuple(_arm(request, role, role, _PURPOSES[role], ends.get(role, request.steps)) for role in roles)
 
 
 def plan_rerun(request: Request, role: Role, *, name: str, purpose: str, end: int) -> ArmLine:
@@ -166,6 +183,8 @@ def check(request: Request) -> None:
             f"the last save is after step {saves[-1]} of {steps}: nothing is left to compare after it",
             next_step="Save earlier, or make more steps.",
         )
+    if request.resume_from is not None and request.resume_from not in saves:
+        raise UsageError(f"nothing is saved after step {request.resume_from} to resume from, but after {list(saves)}")
     flags = _FLAGS.get(request.framework)
     if flags is None:
         if request.templates is None:
@@ -194,10 +213,11 @@ def check(request: Request) -> None:
 
 def _arm(request: Request, role: Role, name: str, purpose: str, end: int) -> ArmLine:
     folder = f"{request.folder}/{folder_name(name)}"
-    checkpoints = f"{request.folder}/save/{CHECKPOINTS}"
-    start, last_save = request.start, request.start + request.save_at[-1]
     loads, saves = role in ("load", "resume"), role == "save"
-    end_step = last_save if role in ("save", "load") else start + end
+    # A save that is made again, to keep values, must not touch what the first one wrote.
+    own = f"{folder if saves else f'{request.folder}/save'}/{CHECKPOINTS}"
+    checkpoints = own if request.checkpoints is None or (saves and name != "save") else request.checkpoints
+    end_step = request.resumed_at if role == "load" else request.start + end
     added = (*(request.resume_args if loads else ()), *_added(request, role, end_step, folder, checkpoints))
     environment = _environment(request, folder, loads=loads)
     hydra = launch_line.is_hydra(request.line, request.environment)
@@ -209,10 +229,11 @@ def _arm(request: Request, role: Role, name: str, purpose: str, end: int) -> Arm
         command=launch_line.command_of(request.line, added, environment, hydra=hydra),
         added=added,
         environment=tuple(environment.items()),
-        start=last_save if loads else start,
+        start=request.resumed_at if loads else request.start,
         end=end_step,
-        saves=_saved_steps(request) if saves else (),
+        saves=_saved_steps(request, end_step) if saves else (),
         checkpoints=checkpoints if loads or saves else None,
+        elsewhere=checkpoints != own,
         framework=request.framework,
         world=None if loads and request.resume_args else request.line.world,
     )
@@ -224,7 +245,6 @@ def folder_name(name: str) -> str:
 
 
 def _added(request: Request, role: Role, end_step: int, folder: str, checkpoints: str) -> tuple[str, ...]:
-    last_save = request.start + request.save_at[-1]
     flags = _FLAGS.get(request.framework)
     if flags is None:
         return _filled(request, role, end_step, checkpoints)
@@ -236,7 +256,8 @@ def _added(request: Request, role: Role, end_step: int, folder: str, checkpoints
         save_to=checkpoints if role == "save" else None,
         save_every=_interval(request) if role == "save" else None,
         load_from=checkpoints if loads else None,
-        load_step=last_save if loads else None,
+        load_step=request.resumed_at if loads else None,
+        load_older=loads and request.resumed_at != request.last_save,
         hidden=request.line.wrapper is not None,
     )
     return flags.added((*request.line.arguments, *(request.resume_args if loads else ())), target)
@@ -247,9 +268,9 @@ def _filled(request: Request, role: Role, end_step: int, checkpoints: str) -> tu
     choose: Callable[[Templates], str] = {"save": lambda t: t.save, "load": lambda t: t.load, "resume": lambda t: t.load}.get(
         role, lambda t: t.reference
     )  # fmt: skip
-    last_save, last = request.start + request.save_at[-1], request.start + request.steps
-    steps = last if role in ("save", "load") else end_step
-    values = {"{steps}": str(steps), "{save_at}": str(last_save), "{dir}": checkpoints}
+    steps = request.start + request.steps if role in ("save", "load") else end_step
+    saved = end_step if role == "save" else request.resumed_at
+    values = {"{steps}": str(steps), "{save_at}": str(saved), "{dir}": checkpoints}
     filled = []
     for word in shlex.split(choose(request.templates)):
         for name, value in values.items():
@@ -263,12 +284,12 @@ def _interval(request: Request) -> int:
     return gcd(*(request.start + step for step in request.save_at))
 
 
-def _saved_steps(request: Request) -> tuple[int, ...]:
-    """Steps after which the save arm saves: those asked for, and for Megatron every other multiple of their interval."""
+def _saved_steps(request: Request, end_step: int) -> tuple[int, ...]:
+    """Steps after which a save arm saves: those asked for, and for Megatron every other multiple of their interval."""
     if request.framework == "torch":
-        return (request.start + request.save_at[-1],)
-    every, last = _interval(request), request.start + request.save_at[-1]
-    return tuple(step for step in range(every, last + 1, every) if step > request.start)
+        return (end_step,)
+    every = _interval(request)
+    return tuple(step for step in range(every, end_step + 1, every) if step > request.start)
 
 
 def _environment(request: Request, folder: str, *, loads: bool) -> dict[str, str]:

@@ -182,6 +182,8 @@ def saved_problem(line: ArmLine) -> str | None:
         return None
     assert line.checkpoints is not None
     folder, last = Path(line.checkpoints), line.saves[-1]
+    if line.elsewhere and not folder.is_dir():
+        return None
     if not folder.is_dir() or not any(folder.iterdir()):
         return f"no checkpoint was written to {folder}"
     if line.framework == "torch":

@@ -91,13 +91,13 @@ class _Proof:
     def run(self) -> None:
         """All arms, in order, as far as it makes sense."""
         first, last = self.request.start + 1, self.request.start + self.request.steps
-        saved = self.request.start + self.request.save_at[-1]
+        saved = self.request.resumed_at
         self.session.run(self.lines["reference"])
         if self.options.repeat and not self._deterministic(
             "repeat", (first, last), "Is the run the same when nothing is interrupted?"
         ):
             return
-        if not self._deterministic("save", (first, saved), "Is it the same up to the save?"):
+        if not self._deterministic("save", (first, self.request.last_save), "Is it the same up to the save?"):
             return
         if self.options.load:
             self.session.run(self.lines["load"])

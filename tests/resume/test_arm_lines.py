@@ -257,3 +257,23 @@ def test_bridge_knows_all_overrides():
     ours = {word.partition("=")[0] for word in added} | {name for name, _ in run_flags._BRIDGE_REFUSED}
     assert ours <= names
     assert _fields("ConfigContainer") >= _BRIDGE_SECTIONS
+
+
+def test_an_older_save_is_resumed_where_it_is_asked_for():
+    request = _request(save_at=(5, 10), resume_from=5)
+    arms = {arm.name: arm for arm in plan_arms(request)}
+    assert arms["save"].end == 10
+    assert arms["save"].saves == (5, 10)
+    assert [(arms[name].start, arms[name].end) for name in ("load", "resume")] == [(5, 5), (5, 20)]
+    assert flag_value(arms["resume"].added, "--ckpt-step") == "5"
+    again = plan_rerun(request, "save", name="save (keeping values)", purpose="", end=5)
+    assert (again.end, again.saves, again.checkpoints) == (5, (5,), "/w/save-keeping-values/checkpoints")
+    with pytest.raises(UsageError, match="nothing is saved after step 7"):
+        plan_arms(_request(save_at=(5, 10), resume_from=7))
+
+
+def test_checkpoints_may_go_to_a_disk_of_each_node():
+    arms = {arm.name: arm for arm in plan_arms(_request(checkpoints="/local/ckpt"))}
+    assert flag_value(arms["save"].added, "--save") == flag_value(arms["resume"].added, "--load") == "/local/ckpt"
+    assert arms["save"].elsewhere
+    assert flag_value(arms["reference"].added, "--save") is None

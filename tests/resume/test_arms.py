@@ -64,7 +64,7 @@ class Arm:
         line = ArmLine(
             name="reference", role="reference", purpose="", folder=str(self.folder), added=(),
             command=(sys.executable, str(path)),
-            environment=tuple(environment.items()), start=0, end=4, saves=(), checkpoints=checkpoints,
+            environment=tuple(environment.items()), start=0, end=4, saves=(), checkpoints=checkpoints, elsewhere=False,
             framework="megatron-lm", world=None,
         )  # fmt: skip
         return dataclasses.replace(line, **changed)
