@@ -210,6 +210,7 @@ class Recorder:
                 raise FileExistsError(f"a second process of rank {self.rank} records into {folder}")
             self._writer = RankWriter(folder, self.rank)
             self._writer.facts(self.facts)
+            self._writer.flush()
         return self._writer
 
     def _event(self, kind: Kind, step: int, items: Sequence[LiveItem]) -> None:
