@@ -38,7 +38,9 @@ _OVERWRITES = frozenset(  # what was in the first argument does not matter
     ("copy_", "fill_", "zero_", "bernoulli_", "uniform_", "normal_", "random_", "exponential_", "geometric_", "cauchy_",
      "log_normal_")
 )  # fmt: skip
-_LEFT_OUT = frozenset(("resize_", "set_", "_unsafe_view"))  # a tensor is given other memory, or another shape
+_LEFT_OUT = frozenset(  # a tensor is given other memory, or another shape; what it waits for was waited for before
+    ("resize_", "set_", "_unsafe_view", "wait_tensor")
+)
 _POINT_TO_POINT = frozenset(("send", "recv_", "recv_any_source_"))
 
 
@@ -102,7 +104,7 @@ class OpCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if wanted:
             with self._calls.reading():
                 call.read_outputs(result)
-            self._calls.put(self._step, scope, phase, str(func), call.inputs, call.outputs)
+                self._calls.put(self._step, scope, phase, str(func), call.inputs, call.outputs)
         return result
 
     def _wants(self, scope: str, call: _OpCall) -> bool:
@@ -145,7 +147,7 @@ class _OpCall:
             return
         given = list(tensors_of(result))
         written = [t for t in self.written() if not any(t is other for other in given)]
-        self.outputs += values_of([result if not self.is_collective else given, written])
+        self.outputs += values_of([given if self.is_collective or result is None else result, written])
 
     def written(self) -> Iterator[torch.Tensor]:
         """Arguments that it writes to."""

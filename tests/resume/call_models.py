@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -144,10 +144,21 @@ def train(
         run.step = step
         if at_step:
             at_step(run)
-        with op_calls.recording(step, ops, run.calls.append) if ops != "" else contextlib.nullcontext():
+        with one_thread(), op_calls.recording(step, ops, run.calls.append) if ops != "" else contextlib.nullcontext():
             _step(run, micro_batches, data)
     run.step, run.rng = None, torch.get_rng_state()
     return run
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Tensors this small are not shared among threads, which wait for each other on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _step(run: Trained, micro_batches: int, data: torch.Generator) -> None:

@@ -179,16 +179,18 @@ def test_a_contribution_that_is_not_accumulated_is_named() -> None:
 
 
 def test_gradients_left_over_from_before_the_step_blame_no_module() -> None:
-    def act(run: Trained) -> None:
-        if run.step == 2:
-            bias = run.model.up.bias
-            bias.register_hook(lambda _: setattr(bias, "grad", torch.ones_like(bias)) if run.micro_batch == 0 else None)
+    def plant(run: Trained) -> None:
+        clear, bias = run.optimizer.zero_grad, run.model.up.bias
 
-    def before(run: Trained) -> None:
-        run.model.up.bias.register_hook(lambda _: None)
+        def forgetful() -> None:
+            clear()
+            bias.grad = torch.ones_like(bias) if run.step == 2 else None
 
-    found = fault(train(), train(before=before, at_step=act))
-    assert found.fault.call.scope == "chunk 0 up"
+        run.optimizer.zero_grad = forgetful  # type: ignore[method-assign]
+
+    found = fault(train(), train(before=plant))
+    call = found.fault.call
+    assert (call.scope, call.phase, found.fault.sort) == ("chunk 0 up", "weight gradient", "receiver")
 
 
 def test_nothing_is_recorded_while_nothing_is_wanted() -> None:
