@@ -21,7 +21,7 @@ Answer = Literal["loaded", "step", "silent", "explained", "refused", "not run"]
 PREPARED = "prepared"
 """What the recipe ``dense`` is planted with in every arm: values that faults need and that change nothing else."""
 
-_EXPERTS = r"\.experts\.local_experts\.0\."
+_EXPERTS = r"\.experts\.local_experts\.[01]\."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +172,7 @@ _VALUES = (
     _state(
         name="missing-key",
         what="a weight missing in what was read; Megatron's second, lax load hides it",
-        expected=_loaded("parameter", "linear_proj"),
+        expected=_loaded("parameter", "output_layer"),
     ),
     _state(
         name="vpp-chunks-swapped",
@@ -302,7 +302,7 @@ _COMPUTE = (
     _compute(
         name="wrong-bit",
         what="one bit of a matrix product in one micro-batch is wrong, below every hook",
-        expected=_step("loss", "lm loss", module="layers.1.mlp.linear_fc1", operation="aten.mm"),
+        expected=_step("gradient", "^gradient", module="layers.1.mlp.linear_fc1", operation="aten.mm"),
     ),
     _compute(
         name="scatter-order",
@@ -364,7 +364,12 @@ _COMPUTE = (
 _CONTROLS = (
     _control(name="nothing", what="nothing is planted", where="nowhere"),
     _control(name="padding", what="random bytes where buckets belong to no parameter", where="files"),
-    _control(name="saved-again", what="the checkpoint loaded and saved again, in other processes", where="files"),
+    _control(
+        name="saved-again",
+        what="the checkpoint loaded and saved again, in other processes",
+        where="files",
+        recipe="dropout",
+    ),
     _control(name="other-files", what="data files with other names in another order", where="files"),
     _control(name="log-interval", what="--log-interval 2", where="launch", flags=("--log-interval", "2")),
     _control(name="num-workers", what="--num-workers 1", where="launch", flags=("--num-workers", "1")),

@@ -21,13 +21,13 @@ from pathlib import Path
 from ckptguard.core.errors import UsageError
 from ckptguard.resume.arm_lines import ArmLine, Request, Role, plan_rerun
 from ckptguard.resume.arms import run_arm
-from ckptguard.resume.call_compare import first_fault
+from ckptguard.resume.call_compare import Located, first_fault
 from ckptguard.resume.compare import compare_loaded, compare_steps
 from ckptguard.resume.excuses import RULES
 from ckptguard.resume.injected import site_directory
 from ckptguard.resume.launch_line import parse
 from ckptguard.resume.orders import Order
-from ckptguard.resume.records import RankRecord, read_arm
+from ckptguard.resume.records import Call, RankRecord, read_arm
 from ckptguard.resume.results import Comparison
 from ckptguard.resume.settings import contradictions
 from ckptguard.testing.recipes import TRAINER, Recipe, resave
@@ -138,7 +138,7 @@ class Bench:
         first = loaded.first or steps.first
         rules = dict.fromkeys(e.rule for e in (*loaded.excused, *steps.excused))
         excused = tuple(rule for rule in rules if rule not in _OF_EVERY_RESUME)
-        located = first_fault(self.reference, records) if fault.sort == "compute" else None
+        located = narrowed(self.reference, records, steps) if fault.sort == "compute" else None
         hashes = [read_hashes(path) for path in (self.folder / "reference", self.folder / "save", folder)]
         row = Row(
             name=fault.name,
@@ -256,6 +256,39 @@ def bench_for(fault: Fault, faults: Sequence[Fault], folder: Path) -> Bench:
         plants=PREPARED if fault.recipe == "dense" else "",
         operations=any(other.sort == "compute" for other in alike),
     )
+
+
+def narrowed(one: Records, other: Records, steps: Comparison) -> Located | None:
+    """What ``verify-resume`` narrows to with reruns, from one run that recorded all calls: modules first, then operations.
+
+    A step that is a process's first makes calls that the same step in the middle of a run does not, such as those that fill a
+    cache; looking at one module at a time leaves them out.
+    """
+    groups = {difference.group for difference in steps.at_first}
+    if groups & {"master", "optimizer", "parameter"} and not groups & {"loss", "gradient"}:
+        scope = "optimizer"
+    else:
+        located = first_fault(_only(one, ""), _only(other, ""))
+        scope = located.module if located is not None and located.is_certain else "collectives"
+        if scope != "collectives":
+            return first_fault(_only(one, scope), _only(other, scope)) or located
+    return first_fault(_only(one, scope), _only(other, scope))
+
+
+def _only(records: Records, scope: str) -> Records:
+    """Records with the calls of modules, or with those in a module, or ``collectives``."""
+
+    def wanted(call: Call) -> bool:
+        if not scope or not call.op:
+            return not scope
+        if scope == "collectives":
+            return call.op.startswith("c10d")
+        return call.scope == scope or call.scope.startswith((f"{scope}.", f"{scope} "))
+
+    return {
+        rank: dataclasses.replace(record, calls=[call for call in record.calls if wanted(call)])
+        for rank, record in records.items()
+    }
 
 
 def judged(fault: Fault, row: Row) -> Row:

@@ -299,6 +299,7 @@ def cuda_apart(_: Any) -> None:
 
     for module in (torch.cuda, torch.cuda.random):
         module.get_rng_state, module.set_rng_state = read, write  # type: ignore[attr-defined]
+    torch.accelerator.set_device_index = lambda *_: None  # by the thread that pins batches
 
 
 def one_draw(_: Any, __: Items) -> None:
