@@ -126,6 +126,8 @@ class _OpCall:
         named = [(argument, value) for argument, value in zip(func._schema.arguments, args, strict=False)]
         named += [(a, kwargs[a.name]) for a in func._schema.arguments[len(args) :] if a.name in kwargs]
         self._arguments = named
+        # Megatron multiplies matrices with ``baddbmm`` into a buffer that it keeps, whose old content counts nothing.
+        self._beta = next((value for argument, value in named if argument.name == "beta"), None)
         self.inputs: list[Value] = []
         self.outputs: list[Value] = []
 
@@ -162,7 +164,9 @@ class _OpCall:
             if argument.name.startswith("output") or self._name.startswith("recv"):
                 return False
             return self._name != "broadcast_" or self._is_root()
-        return not argument.is_out and not (self._name in _OVERWRITES and argument.name == "self")
+        if argument.name == "self" and (self._name in _OVERWRITES or self._beta == 0):
+            return False
+        return not argument.is_out
 
     def _writes(self, argument: Any) -> bool:
         if self._func.namespace == "c10d":

@@ -72,6 +72,13 @@ def test_what_an_operation_only_writes_to_is_no_input() -> None:
     assert calls[0].outputs == (recorded(x * x),)
 
 
+def test_what_is_multiplied_by_zero_is_no_input() -> None:
+    x, a = torch.ones(2, 2), torch.eye(2)
+    none, half = recorded_ops(lambda: (torch.addmm(x, a, a, beta=0.0), torch.addmm(x, a, a, beta=0.5)))
+    assert none.inputs == (recorded(a), recorded(a), 0.0)
+    assert half.inputs == (recorded(x), recorded(a), recorded(a), 0.5)
+
+
 def test_lists_of_tensors_are_read_and_what_is_written_is_told() -> None:
     x, y = torch.ones(2), torch.zeros(1)
     (call,) = recorded_ops(lambda: torch._foreach_add_([x, y], 1))
