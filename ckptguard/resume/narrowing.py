@@ -8,7 +8,9 @@ gives something else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 from ckptguard.resume.arm_lines import ArmLine, Role
 from ckptguard.resume.call_compare import Located, first_fault
@@ -27,7 +29,13 @@ _OPTIMIZER = ("master", "optimizer", "parameter")  # what an optimizer makes of 
 # ---- a step that differs although what was loaded is equal ----
 
 
-def narrow_step(session: Session, rerun: Rerun, steps: Comparison, other: Role = "resume") -> tuple[Culprit, ...]:
+def narrow_step(
+    session: Session,
+    rerun: Rerun,
+    steps: Comparison,
+    other: Role = "resume",
+    put_right: Mapping[str, Any] | None = None,
+) -> tuple[Culprit, ...]:
     """Names the module and the operation in it that first give something else from the same.
 
     Args:
@@ -35,6 +43,7 @@ def narrow_step(session: Session, rerun: Rerun, steps: Comparison, other: Role =
         rerun: Makes the line of a rerun.
         steps: The comparison that found a difference.
         other: Which arm departs: ``resume``, or ``reference`` where the run is not deterministic at all.
+        put_right: Fields of the other arm's order that put right what was loaded wrong.
 
     Returns:
         From the wider to the narrower; empty if nothing could be named, which the chain then says.
@@ -47,13 +56,17 @@ def narrow_step(session: Session, rerun: Rerun, steps: Comparison, other: Role =
         )
         why = "The state after loading agrees and the step begins with another value: something used it up in between."
         return (Culprit("state", first.rank, first.step, first.item, why),)
+    look = partial(_look, session, rerun, first.step, other, put_right or {})
     if first.group in _OPTIMIZER and not _differs(steps, "gradient"):
-        located = _look(session, rerun, first.step, other, "optimizer")
+        located = look("optimizer")
     else:
-        located = _look(session, rerun, first.step, other, None)
-        if located is not None and located.is_certain and located.fault.sort not in ("state", "batch"):
-            closer = _look(session, rerun, first.step, other, located.module)
-            located = closer if closer is not None and closer.is_certain else located
+        located = look(None)
+        scope = "collectives"  # what no module did, ranks did among themselves
+        if located is not None and located.is_certain:
+            scope = located.module if located.fault.sort not in ("state", "batch") else ""
+        if scope:
+            closer = look(scope)
+            located = closer if closer is not None and (closer.is_certain or located is None) else located
     if located is None:
         session.say(
             f"In the reruns of step {first.step} all recorded calls agree: the difference did not come again, or its cause is "
@@ -67,7 +80,9 @@ def _differs(comparison: Comparison, group: str) -> bool:
     return any(difference.group == group for difference in comparison.at_first)
 
 
-def _look(session: Session, rerun: Rerun, step: int, other: Role, scope: str | None) -> Located | None:
+def _look(
+    session: Session, rerun: Rerun, step: int, other: Role, put_right: Mapping[str, Any], scope: str | None
+) -> Located | None:
     """Runs one step of both arms again, closer, and compares the calls."""
     level, what = ("module", "modules") if scope is None else ("op", f"operations in {scope}")
     order = {"level": level, "calls": (step, step), "scope": scope}
@@ -83,6 +98,7 @@ def _look(session: Session, rerun: Rerun, step: int, other: Role, scope: str | N
                 step,
             ),
             **order,
+            **put_right,
         )
     except ArmFailedError as error:
         session.say(f"A rerun that records {what} failed: {error.run.problem}")
@@ -106,64 +122,48 @@ def narrow_state(session: Session, rerun: Rerun, loaded: Comparison, steps: Comp
         steps: The steps after the resume against the reference; they differ.
     """
     items = _items(loaded.at_first)
-    assert steps.first is not None
-    if len(items) == 1:
-        return (_named(loaded, items, "It is the only item that was not loaded as it was saved."),)
     try:
-        session.run(
-            rerun("save", KEEPING, f"the save again, keeping the values of {len(items)} items", loaded.steps[0]),
-            keep=items,
-        )
-        trials = _Trials(session, rerun, steps)
+        keeping = rerun("save", KEEPING, f"the save again, keeping the values of {_counted(items)}", loaded.steps[0])
+        session.run(keeping, keep=items)
+        trials = _Trials(session, rerun, steps, keeping.folder)
         if not trials.equal_with(items):
             session.say(
-                f"With all {len(items)} items put right after loading the run still differs: something beside them does not "
-                "come back."
+                f"With {_counted(items)} put right after loading the run still differs: something else is wrong too."
             )
-            return ()
-        session.say(f"With all {len(items)} items put right after loading, step {trials.step} is equal.")
+            return narrow_step(session, rerun, trials.last, put_right=trials.order(items))
+        session.say(f"With {_counted(items)} put right after loading, step {trials.step} is equal.")
         needed = smallest(items, trials.equal_with, MOST_TRIALS)
     except ArmFailedError as error:
         session.say(f"A rerun that puts items right failed: {error.run.problem}")
         return ()
-    session.say(f"The smallest set found that is enough: {_listed(needed)}.")
-    return (
-        _named(
-            loaded,
-            needed,
-            f"Put right alone, step {trials.step} is equal; the other {len(items) - len(needed)} items that differ do not "
-            "reach it.",
-        ),
-    )
+    why = f"Put right alone, step {trials.step} is equal"
+    if len(needed) < len(items):
+        session.say(f"The smallest set found that is enough: {_listed(needed)}.")
+        why += f"; the other {len(items) - len(needed)} items that differ do not reach it"
+    return (_named(loaded, needed, f"{why}."),)
 
 
 class _Trials:
     """Resumes with some items put right, up to the step that differed."""
 
-    def __init__(self, session: Session, rerun: Rerun, steps: Comparison) -> None:
+    def __init__(self, session: Session, rerun: Rerun, steps: Comparison, kept: str) -> None:
         assert steps.first is not None
-        self.session, self.rerun, self.step = session, rerun, steps.first.step
-        self._first_step = steps.steps[0]
-        self._count = 0
+        self.session, self.rerun, self.step, self.last = session, rerun, steps.first.step, steps
+        self._steps, self._kept, self._count = (steps.steps[0], steps.first.step), kept, 0
+
+    def order(self, items: Sequence[str]) -> dict[str, Any]:
+        """Fields of an order that put these items right."""
+        return {"restore": tuple(items), "restore_from": self._kept}
 
     def equal_with(self, items: Sequence[str]) -> bool:
-        """Whether the run is equal to the reference when these items hold what was saved."""
+        """Whether the run is equal to the reference when these items hold what was saved; ``last`` is the comparison."""
         self._count += 1
-        line = self.rerun(
-            "resume", f"resume (trial {self._count})", f"resumed with {_listed(items)} put right", self.step
-        )
-        kept = next(run.folder for run in self.session.runs if run.name == KEEPING)
-        records = self.session.run(line, restore=tuple(items), restore_from=kept)
-        compared = compare_steps(
-            "reference",
-            self.session.records["reference"],
-            line.name,
-            records,
-            (self._first_step, self.step),
-            line.purpose,
-            RULES,
-        )
-        return compared.first is None
+        purpose = f"resumed with {_listed(items)} put right"
+        line = self.rerun("resume", f"resume (trial {self._count})", purpose, self.step)
+        records = self.session.run(line, **self.order(items))
+        reference = self.session.records["reference"]
+        self.last = compare_steps("reference", reference, line.name, records, self._steps, purpose, RULES)
+        return self.last.first is None
 
 
 def smallest(items: Sequence[str], enough: Callable[[Sequence[str]], bool], most: int) -> tuple[str, ...]:
@@ -209,3 +209,7 @@ def _named(loaded: Comparison, items: Sequence[str], why: str) -> Culprit:
 def _listed(items: Sequence[str]) -> str:
     more = f" and {len(items) - 3} more" if len(items) > 3 else ""
     return ", ".join(items[:3]) + more
+
+
+def _counted(items: Sequence[str]) -> str:
+    return f"all {len(items)} items" if len(items) > 1 else items[0]
