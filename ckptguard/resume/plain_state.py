@@ -93,9 +93,8 @@ def generators(group: Group) -> list[LiveItem]:
 
 def _optimizer_items(optimizer: Any, where: str, names: Mapping[int, str], unobserved: list[str]) -> Iterator[LiveItem]:
     if not hasattr(optimizer, "state") or not hasattr(optimizer, "param_groups"):
-        unobserved.append(
-            f"optimizer {where}: a {type(optimizer).__name__} has no state and param_groups of torch's form"
-        )
+        kind = type(optimizer).__name__
+        unobserved.append(f"optimizer {where}({kind}): it has no state and param_groups of torch's form")
         return
     for number, group in enumerate(optimizer.param_groups):
         for order, param in enumerate(group["params"]):
