@@ -2,7 +2,7 @@
 
 A ``TorchDispatchMode`` sees them below autograd. It is on for one step and one thread. On a CPU the backward pass runs in the
 thread that asked for it; on other devices autograd's engine puts that thread's state, which modes are part of, in place in its
-workers (torch/csrc/autograd/engine.cpp, ``GraphTask::thread_locals_``, an ``at::ThreadLocalState``). While an operation is
+workers (torch 2.14.1, torch/csrc/autograd/graph_task.h ``thread_locals_``, ATen/ThreadLocalState.h). While an operation is
 handled the mode is off, so digests are no calls.
 
 What is not an operation of torch is not seen: kernels that extensions start themselves show in the next operation's inputs.

@@ -257,6 +257,33 @@ def test_other_threads_are_not_recorded() -> None:
     assert recorded_ops(run) == []
 
 
+def test_threads_of_a_backward_pass_are_recorded() -> None:
+    """Backward passes nested deeper than 60 go on in the engine's own threads, by the loop that serves devices too."""
+    threads: list[int] = []
+
+    class Nested(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, depth: int) -> torch.Tensor:
+            ctx.depth = depth
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+            threads.append(threading.get_ident())
+            if ctx.depth:
+                with torch.enable_grad():
+                    inner = Nested.apply(torch.ones(1, requires_grad=True), ctx.depth - 1)
+                inner.backward()
+            else:
+                gradient = torch.cos(gradient)
+            return gradient, None
+
+    calls = recorded_ops(lambda: Nested.apply(torch.ones(1, requires_grad=True), 70).backward())
+    assert len(set(threads)) > 1
+    (cosine,) = [call for call in calls if call.op == "aten.cos.default"]
+    assert cosine.phase == "backward"
+
+
 def test_a_limit_is_told_once() -> None:
     told: list[str] = []
     x = torch.ones(2)
