@@ -15,6 +15,7 @@ SNAPSHOT = WORK / "smollm2"
 MEGATRON = WORK / "megatron"
 RESHARDED = WORK / "megatron-tp1-pp4"
 BACK = WORK / "megatron-back"
+VERIFIED = WORK / "verify-resume"
 EXPORTED = WORK / "smollm2-exported"
 DAMAGED = WORK / "smollm2-damaged"
 PROMPT = "The capital of France is"
@@ -118,6 +119,15 @@ def main() -> None:
     step("What it did to the model: exactly one element")
     ckptguard("diff", SNAPSHOT, DAMAGED, expect=3)
     shutil.rmtree(DAMAGED)
+
+    shutil.rmtree(VERIFIED, ignore_errors=True)
+    steps = ("verify-resume", "--builtin", "gpt", "--steps", "6", "--save-at", "3")
+    step("Before a long run: saved and resumed, a small Megatron model goes on as if it had not been stopped")
+    ckptguard(*steps, "--work", VERIFIED / "clean")
+    step("The lowest bit of one element of one optimizer state flipped on the way: found and named")
+    ckptguard(*steps, "--plant", "exp_avg-bit", "--work", VERIFIED / "planted", expect=3)
+    for name in ("clean", "planted"):
+        print(f"  report: {(VERIFIED / name / 'report.html').relative_to(ROOT)}")
     print("\nDone. The snapshot stays in .demo/smollm2, the Megatron checkpoint in .demo/megatron.")
 
 

@@ -10,6 +10,7 @@ from typing import Literal
 
 VARIABLE = "CKPTGUARD_RECORD"  # path of the arm's order file
 ORDER_FILE = "order.json"
+FAILED = "recorder failed"  # begins a line of a stream that cannot be trusted
 
 Level = Literal["metrics", "state", "module", "op"]
 LEVELS: tuple[Level, ...] = Level.__args__  # type: ignore[attr-defined]  # each holds what those before it hold

@@ -27,10 +27,10 @@ from ckptguard.core.watching import GROUPS, Group, LiveItem
 from ckptguard.resume import kept
 from ckptguard.resume.digests import Draft
 from ckptguard.resume.leaving import leave
-from ckptguard.resume.orders import LEVELS, Order
+from ckptguard.resume.orders import FAILED, LEVELS, Order
+from ckptguard.resume.placed_sums import placed_sum
 from ckptguard.resume.records import Call, Kind, RankWriter, Value, file_name
 
-FAILED = "recorder failed"  # begins the line of an arm that cannot be trusted
 Moment = Literal["loaded", "step", "gradients"]
 Before = Callable[["Recorder", int, dict[str, LiveItem]], None]
 Observer = Callable[[Kind, int, Sequence[LiveItem]], None]
@@ -63,6 +63,7 @@ class Recorder:
         facts: The first line of the stream.
         modules: The model's chunks, once ``built``.
         optimizer: The optimizer, once ``built``.
+        placed_sum: Sums the parts of whole tensors, where the order asks for them; else None.
         before: By moment, what is called with the recorder, the step and all known items just before the state is observed
             there: ``loaded``, ``step`` (before a step begins), ``gradients`` (before the optimizer sees them). For plugins.
         observers: Called with every event's kind, step and items, after it was written. For plugins.
@@ -73,6 +74,7 @@ class Recorder:
         self.facts: dict[str, Any] = {"rank": rank, "world_size": world} | _process_facts()
         self.modules: tuple[Any, ...] = ()
         self.optimizer: Any = None
+        self.placed_sum = placed_sum if order.placed else None
         self.before: dict[Moment, list[Before]] = {"loaded": [], "step": [], "gradients": []}
         self.observers: list[Observer] = []
         self._level = LEVELS.index(order.level)

@@ -9,11 +9,11 @@ from typing import Any
 
 import zstandard
 
+from ckptguard.resume.orders import FAILED
 from ckptguard.resume.records import file_name
 
 _EVENT = re.compile(rb'\{"event":\["(loaded|step|saved)",(-?\d+),')
 _READ_BYTES = 1 << 20
-RECORDER_FAILED = "recorder failed"  # as in recorder.py, which cannot be imported without torch
 
 
 class Stream:
@@ -80,7 +80,7 @@ class Stream:
         elif line.startswith(b'{"facts":'):
             self.facts = json.loads(line)["facts"]
         elif line.startswith(b'{"unobserved":'):
-            self.failures += [words for words in json.loads(line)["unobserved"] if words.startswith(RECORDER_FAILED)]
+            self.failures += [words for words in json.loads(line)["unobserved"] if words.startswith(FAILED)]
         elif line.startswith(b'{"end":'):
             self.ended = True
 

@@ -358,12 +358,6 @@ def test_a_long_traceback_is_cut_in_the_middle():
     assert said.lines[-1] == "RecursionError: too deep"
 
 
-def test_the_recorder_says_that_it_failed_as_is_expected_here():
-    from ckptguard.resume import recorder
-
-    assert recorder.FAILED == streams.RECORDER_FAILED
-
-
 def test_signals_reach_the_command_as_usual(arm):
     """The keeper ignores signals itself; what it starts must not."""
     script = "rank(steps=[1], end=False); os.kill(os.getpid(), signal.SIGTERM); time.sleep(600)"
