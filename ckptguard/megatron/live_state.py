@@ -45,22 +45,28 @@ def live_state(
 
 
 class LiveState:
-    """Items of one model, made once and again only when state has appeared or gone."""
+    """Items of one model, made once and again only when state has appeared or gone.
+
+    Attributes:
+        chunks: The model's chunks, as given.
+        optimizer: As given.
+    """
 
     def __init__(
         self, model_chunks: Sequence[Any], optimizer: Any, scheduler: Any, counters: Sequence[LiveItem] = ()
     ) -> None:
         """Takes what ``live_state`` takes."""
-        self._chunks, self._scheduler, self._counters = list(model_chunks), scheduler, tuple(counters)
-        self._params = named_parameters(self._chunks)
+        self.chunks, self.optimizer = list(model_chunks), optimizer
+        self._scheduler, self._counters = scheduler, tuple(counters)
+        self._params = named_parameters(self.chunks)
         self._optimizer = LiveOptimizer(optimizer, {id(p): name for name, p in self._params.items()}, self._params)
         self._modules = [
             (f"chunk {number} {plain_name(name)}".rstrip(), module)
-            for number, chunk in enumerate(self._chunks)
+            for number, chunk in enumerate(self.chunks)
             for name, module in chunk.named_modules()
             if module._buffers or hasattr(module, "fp8_meta") or _has_extra_state(module)
         ]
-        self._biased_layers = sorted({layer for chunk in self._chunks for layer in _biased_layers(chunk)})
+        self._biased_layers = sorted({layer for chunk in self.chunks for layer in _biased_layers(chunk)})
         self._form: object = None
         self._items: tuple[LiveItem, ...] = ()
         self._gradients: tuple[LiveItem, ...] | None = None
@@ -136,7 +142,7 @@ class LiveState:
         yield from generator_items()
         yield from _rerun_items()
         yield from map(_router_bias_item, self._biased_layers)
-        for number, chunk in enumerate(self._chunks):
+        for number, chunk in enumerate(self.chunks):
             if (handles := getattr(chunk, "remove_forward_pre_hook_handles", None)) is not None:
                 yield LiveItem(f"other forward pre-hooks chunk {number}", "other", partial(bool, handles))
 

@@ -30,7 +30,7 @@ from ckptguard.core.watching import LiveItem, Watcher
 from ckptguard.megatron.live_generators import generator_items
 from ckptguard.megatron.live_state import LiveState
 from ckptguard.megatron.run_facts import facts_of_run
-from ckptguard.megatron.watched_loop import WatchedLoop, check_names
+from ckptguard.megatron.watched_loop import WatchedLoop, batch_size_items, check_names, results_of_step
 
 WRAPPED: dict[str, dict[str, tuple[str, ...]]] = {
     "megatron.bridge.training.setup": {
@@ -55,7 +55,6 @@ STEP_RETURNS = (
 
 _COUNTERS = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
 _OPERATIONS = "floating_point_operations_so_far"
-_BATCHES = ("num_microbatches", "current_global_batch_size", "current_running_global_batch_size")
 _CONFIGS = (
     "validation", "train", "checkpoint", "model", "optimizer", "ddp", "scheduler", "dataset", "rng", "dist",
     "rerun_state_machine",
@@ -116,8 +115,9 @@ class _Watched(WatchedLoop):
     def _setup_data_iterators(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.state is not None and not self.again:
             items = self.state.items()
-            unobserved = [*self.state.unobserved, *_unobserved(self.training.cfg)]
-            self.watcher.loaded(self.training.train_state.step, (*items, self._operations()), unobserved)
+            placed, unplaced = self.placed()
+            unobserved = [*self.state.unobserved, *_unobserved(self.training.cfg), *unplaced]
+            self.watcher.loaded(self.training.train_state.step, (*items, self._operations(), *placed), unobserved)
         return original(*args, **kwargs)
 
     def _train_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -147,11 +147,7 @@ class _Watched(WatchedLoop):
         if self.state is None or self.given is None:
             return
         given, self.given = self.given, None
-        values = {f"loss {name}": value for name, value in given["loss_dict"].items()}
-        values["metric grad norm"] = given["grad_norm"]
-        values["metric zeros in gradient"] = given["num_zeros_in_grad"]
-        values["metric skipped"] = given["skipped_iter"]
-        self.watcher.step_ended(self.training.train_state.step, values, self.state.items())
+        self.watcher.step_ended(self.training.train_state.step, results_of_step(given), self.state.items())
 
     def _watch_saves(self, manager: Any) -> None:
         original = manager.save
@@ -159,14 +155,14 @@ class _Watched(WatchedLoop):
         @functools.wraps(original)
         def save(*args: Any, **kwargs: Any) -> Any:
             if self.state is not None and not self.again:
-                self.watcher.saved(self.training.train_state.step, (*self.state.items(), self._operations()))
+                items = (*self.state.items(), self._operations(), *self.placed()[0])
+                self.watcher.saved(self.training.train_state.step, items)
             return original(*args, **kwargs)
 
         manager.save = save
 
     def _counters(self) -> list[LiveItem]:
         """Counters of Megatron-Bridge, named as Megatron-LM's are."""
-        from megatron.core import num_microbatches_calculator as calculator
 
         def counter(name: str, attribute: str) -> LiveItem:
             return LiveItem(
@@ -176,9 +172,7 @@ class _Watched(WatchedLoop):
                 lambda value: setattr(self.training.train_state, attribute, value),
             )
 
-        items = [counter("iteration", "step"), *(counter(name, name) for name in _COUNTERS)]
-        readers = {name: getattr(calculator, f"get_{name}", None) for name in _BATCHES}
-        return items + [LiveItem(f"counter {name}", "counter", read) for name, read in readers.items() if read]
+        return [counter("iteration", "step"), *(counter(name, name) for name in _COUNTERS), *batch_size_items()]
 
     def _operations(self) -> LiveItem:
         name = f"counter num_{_OPERATIONS}"

@@ -1,4 +1,4 @@
-"""What hooks on training loops have in common: names that are looked for, batches, gradients, the end."""
+"""What hooks on training loops have in common: names that are looked for, batches, gradients, whole tensors, the end."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from types import ModuleType
 from typing import Any
 
 from ckptguard.core.errors import UnsupportedError
-from ckptguard.core.watching import Watcher
+from ckptguard.core.watching import LiveItem, Watcher
 from ckptguard.megatron.live_state import LiveState
+from ckptguard.megatron.placed_state import placed_items
+
+_BATCHES = ("num_microbatches", "current_global_batch_size", "current_running_global_batch_size")
 
 
 def check_names(module: ModuleType, wanted: Mapping[str, tuple[str, ...]], next_step: str) -> None:
@@ -38,6 +41,23 @@ def check_names(module: ModuleType, wanted: Mapping[str, tuple[str, ...]], next_
             f"{module.__name__} has no {', no '.join(missing)}: its loop is not one that can be watched",
             next_step=next_step,
         )
+
+
+def results_of_step(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Losses (last pipeline stage only) and metrics by the names that a watcher is told, from those of ``train_step``."""
+    values = {f"loss {name}": value for name, value in given["loss_dict"].items()}
+    values["metric grad norm"] = given["grad_norm"]
+    values["metric zeros in gradient"] = given["num_zeros_in_grad"]
+    values["metric skipped"] = given["skipped_iter"]
+    return values
+
+
+def batch_size_items() -> list[LiveItem]:
+    """What the calculator of micro-batches says (megatron/core/num_microbatches_calculator.py)."""
+    from megatron.core import num_microbatches_calculator as calculator
+
+    readers = {name: getattr(calculator, f"get_{name}", None) for name in _BATCHES}
+    return [LiveItem(f"counter {name}", "counter", read) for name, read in readers.items() if read]
 
 
 class WatchedLoop:
@@ -94,6 +114,13 @@ class WatchedLoop:
                 optimizer.step = original
             else:
                 del optimizer.step
+
+    def placed(self) -> tuple[tuple[LiveItem, ...], tuple[str, ...]]:
+        """Parts of whole tensors and what has no place in one, if the watcher has a ``placed_sum`` to sum them."""
+        summed = getattr(self.watcher, "placed_sum", None)
+        if summed is None or self.state is None:
+            return (), ()
+        return placed_items(self.state.chunks, self.state.optimizer, summed)
 
     def to_the_end(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls the loop and tells of its end, unless it dies of an exception."""
