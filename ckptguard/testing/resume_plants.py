@@ -40,7 +40,7 @@ PLANTS: dict[str, Plant] = {
     "paired-bits": state.flipped_bit("optimizer", "^optimizer exp_avg chunk", elements=2),
     "swapped-elements": state.swapped_elements("parameter", "layers.*weight"),
     "swapped-experts": state.swapped_items(("master", "optimizer", "parameter"), _EXPERT, ".local_experts.1."),
-    "expert-bias-bf16": state.rounded("buffer", "expert_bias"),
+    "expert-bias-bf16": state.narrowed_buffer("expert_bias"),
     "missing-key": step.missing_key("output_layer.weight"),
     "vpp-chunks-swapped": state.swapped_items(("master", "parameter"), _FIRST_CHUNK, _SECOND_CHUNK),
     "amax-history-zeroed": step.scaling_changed("amax_history"),

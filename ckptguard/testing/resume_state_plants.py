@@ -159,15 +159,14 @@ def swapped_items(groups: tuple[Group, ...], one: str, other: str) -> Plant:
     return when_loaded(act, ranks=None)
 
 
-def rounded(group: Group, pattern: str) -> Plant:
-    """Sends a float32 tensor through bfloat16."""
+def narrowed_buffer(name: str) -> Plant:
+    """Keeps a buffer in bfloat16; a router makes float32 of it again when it computes."""
 
-    def act(_: Any, items: Items) -> None:
-        item = find(items, group, pattern)[0]
-        before = item.read().clone()
-        change(item, lambda flat: flat.copy_(flat.bfloat16().float()))
-        if torch.equal(before, item.read()):
-            raise LookupError(f"{item.name} is as it was: {before}")
+    def act(recorder: Any, _: Items) -> None:
+        held = [m for chunk in recorder.modules for m in chunk.modules() if m._buffers.get(name) is not None]
+        if not held or held[0]._buffers[name].dtype is not torch.float32:
+            raise LookupError(f"no module has a buffer {name} in float32")
+        held[0]._buffers[name] = held[0]._buffers[name].bfloat16()
 
     return when_loaded(act)
 

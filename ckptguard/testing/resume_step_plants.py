@@ -174,21 +174,22 @@ def other_reduction_order(recorder: Any) -> None:
 
     clock = Clock.of(recorder)
 
-    def kernel(right: Callable[..., Any], out: Any, given: Any, boxed: Any, *rest: Any) -> Any:
+    def kernel(right: Callable[..., Any], outs: Any, all_given: Any, boxed: Any, *rest: Any) -> Any:
         if not clock.faulty:
-            return right(out, given, boxed, *rest)
+            return right(outs, all_given, boxed, *rest)
         group = ProcessGroup.unbox(boxed)
-        gathered = [[torch.empty_like(given) for _ in range(group.size())]]
-        work = group.allgather(gathered, [given])
-        work.wait()
-        parts = [whole.view(group.size(), -1)[group.rank()] for whole in reversed(gathered[0])]
-        total = parts[0].clone()
-        for part in parts[1:]:
-            total += part
-        out.copy_(total.view_as(out))
-        return out, work.boxed()
+        for out, given in zip(outs, all_given, strict=True):
+            gathered = [[torch.empty_like(given) for _ in range(group.size())]]
+            work = group.allgather(gathered, [given])
+            work.wait()
+            parts = [whole.view(group.size(), -1)[group.rank()] for whole in reversed(gathered[0])]
+            total = parts[0].clone()
+            for part in parts[1:]:
+                total += part
+            out.copy_(total.view_as(out))
+        return work.boxed()
 
-    replace_kernel("c10d::_reduce_scatter_base_", kernel)
+    replace_kernel("c10d::reduce_scatter_tensor_coalesced_", kernel)
 
 
 def _bucket_groups(recorder: Any) -> list[Any]:
@@ -241,13 +242,18 @@ def hooks_stay_off(recorder: Any) -> None:
     clock = Clock.of(recorder)
 
     def patch(module: ModuleType) -> None:
-        enable = module.enable_forward_pre_hook
+        enable, disable = module.enable_forward_pre_hook, module.disable_forward_pre_hook
 
         def enable_unless_faulty(*args: Any, **kwargs: Any) -> None:
             if not clock.loaded:
                 enable(*args, **kwargs)
 
+        def disable_once(*args: Any, **kwargs: Any) -> None:
+            if not clock.loaded or clock.once("disabled"):  # Megatron fails if it finds them off
+                disable(*args, **kwargs)
+
         module.enable_forward_pre_hook = enable_unless_faulty  # type: ignore[attr-defined]
+        module.disable_forward_pre_hook = disable_once  # type: ignore[attr-defined]
 
     after_import(_TRAINING, patch)
 
@@ -280,7 +286,7 @@ def full_memory(recorder: Any) -> None:
 
 
 def less_precise(recorder: Any) -> None:
-    """Products of float32 matrices are computed in bfloat16, where the CPU can."""
+    """Products of float32 matrices may be computed in less precision; where a CPU cannot, it still takes other kernels."""
 
     def loaded(_: Any, step: int, __: Items) -> None:
         if step > 0:

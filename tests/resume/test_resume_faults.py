@@ -23,7 +23,7 @@ def test_every_fault_can_be_planted_and_has_an_answer() -> None:
     for name, fault in FAULTS.items():
         assert re.fullmatch(r"[a-z0-9_-]+", name)
         assert fault.recipe in FAULT_RECIPES
-        assert (fault.expected.group is not None) == (fault.expected.answer in ("loaded", "step", "explained"))
+        assert bool(fault.expected.item) == (fault.expected.answer in ("loaded", "step", "explained"))
         assert bool(fault.flags or fault.variables) == (fault.where == "launch")
 
 

@@ -30,7 +30,7 @@ RECIPES = (
     Recipe(name="hybrid-dropout", model="hybrid", extra_flags=_DROPOUT),
     Recipe(name="fully-reshardable", num_layers=2, optimizer_format="fully_reshardable"),
     Recipe(name="legacy", num_layers=2, ckpt_format="torch", extra_flags=("--ckpt-format", "torch")),
-    Recipe(name="fp32", num_layers=2, dtype="fp32"),
+    Recipe(name="fp32", num_layers=2, dtype="fp32", optimizer_format="fully_reshardable"),
     Recipe(name="moe-dropout", model="moe", num_layers=2, extra_flags=_DROPOUT),
 )
 
