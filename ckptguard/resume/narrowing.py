@@ -122,6 +122,10 @@ def narrow_state(session: Session, rerun: Rerun, loaded: Comparison, steps: Comp
         steps: The steps after the resume against the reference; they differ.
     """
     items = _items(loaded.at_first)
+    gone = _items(difference for difference in loaded.at_first if difference.other is None)
+    if gone:  # nothing is there that could be put right
+        session.say(f"Saved, and gone after loading: {_listed(gone)}.")
+        return (_named(loaded, gone, "It was saved, and nothing of it is there after loading."),)
     try:
         keeping = rerun("save", KEEPING, f"the save again, keeping the values of {_counted(items)}", loaded.steps[0])
         session.run(keeping, keep=items)

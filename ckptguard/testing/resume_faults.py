@@ -317,7 +317,7 @@ _COMPUTE = (
         name="reduction-order",
         what="reduce-scatter of gradients sums the ranks' contributions in another order",
         recipe="dp3",
-        expected=_step("gradient", "^gradient", operation="reduce_scatter"),
+        expected=_step("gradient", "^gradient", None, operation="reduce_scatter"),
     ),
     _compute(
         name="dropped-gradient",

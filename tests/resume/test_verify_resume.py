@@ -50,7 +50,7 @@ def test_a_loop_that_saves_everything_is_equal(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("forgotten", "group"), [("optimizer", "optimizer"), ("torch", "rng"), ("scheduler", "param group")]
+    ("forgotten", "group"), [("optimizer", "optimizer"), ("torch", "rng"), ("scheduler", "scheduler")]
 )
 def test_what_a_loop_forgets_is_named(tmp_path, forgotten, group):
     code, said, report = plain(tmp_path / "work", "--forget", forgotten)
@@ -59,7 +59,8 @@ def test_what_a_loop_forgets_is_named(tmp_path, forgotten, group):
     assert group in {difference["group"] for difference in loaded["at_first"]}
     assert [culprit["sort"] for culprit in report["culprits"]] == ["state"]
     assert forgotten in report["culprits"][0]["name"] or group in report["culprits"][0]["name"], report["culprits"]
-    assert "Put right alone, step 3 is equal" in report["culprits"][0]["why"]
+    told = "nothing of it is there" if forgotten == "optimizer" else "Put right alone, step 3 is equal"
+    assert told in report["culprits"][0]["why"]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,7 @@ def test_what_a_loop_forgets_is_named(tmp_path, forgotten, group):
         (("--fail-at", "3"), (), "reference", "the loop fails as it was told to"),
         (("--no-such-flag",), (), "reference", "no-such-flag"),
         ((), ("--save-args", "--steps {save_at}"), "save", "no checkpoint was written"),
-        ((), ("--load-args", "--steps {steps}"), "load", "started at step 0, not 2"),
+        ((), ("--load-args", "--steps {steps}"), "load", "resumed at step 0, not 2"),
     ],
 )
 def test_an_arm_that_does_not_do_its_part_is_named(tmp_path, extra, options, named, told):
