@@ -139,18 +139,27 @@ def _groups(found: Sequence[Difference]) -> set[Group]:
 
 
 def _expert_generators(seen: Seen) -> str | None:
-    """Ranks beyond the first of an expert group load what its first rank saved."""
+    """Ranks load what the first data-parallel rank of their (pp, tp) saved: ``get_rng_state`` tells no more apart."""
     found = [d for d in seen.found if d.item == _EXPERT_TRACKER]
     if seen.kind != "loaded" or not found:
         return None
     where = holders(found, seen.one)
     for difference in found:
         sources = {rank for rank, item in where.get(str(difference.other), ()) if item == _EXPERT_TRACKER}
-        if not _place(seen.other, difference.rank, "ep") or not any(_place(seen.one, r, "ep") == 0 for r in sources):
+        own, replica = _shard(seen.other, difference.rank)
+        if not replica or (own, 0) not in [_shard(seen.one, rank) for rank in sources]:
             return None
     size = seen.facts.get("sizes", {}).get("ep")
     ranks = ranks_text([d.rank for d in found])
-    return f"expert parallel {size}; {_EXPERT_TRACKER} of {ranks}, none of them first in its group, is what a first rank saved"
+    return (
+        f"expert parallel {size}; {_EXPERT_TRACKER} of {ranks} is what the first data-parallel rank of its stage saved"
+    )
+
+
+def _shard(records: Records, rank: int) -> tuple[tuple[int | None, ...], int]:
+    """Place of a rank on the axes by which generators are saved, (pp, tp), and 0 for the one of them that is saved."""
+    own = tuple(_place(records, rank, axis) for axis in ("pp", "tp"))
+    return own, sum(_place(records, rank, axis) or 0 for axis in ("dp", "cp"))
 
 
 def _place(records: Records, rank: int, axis: str) -> int | None:
@@ -260,7 +269,7 @@ def _stale_checkpoint(seen: Seen) -> str | None:
 _FAULTS = (
     _Fault(
         "NVIDIA/Megatron-LM#6858",
-        "Ranks of an expert-parallel group come back with the expert generator of its first rank.",
+        "Ranks come back with the expert generator of the first data-parallel rank of their stage.",
         "Take a Megatron Core with this change, or carry it over to get_rng_state; a checkpoint that was written without it has"
         " one state per group only.",
         "megatron-core",

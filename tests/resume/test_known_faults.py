@@ -23,9 +23,9 @@ EXPERT = "rng tracker expert-parallel-rng"
 
 
 def placed(records: Arm) -> Arm:
-    """Two expert-parallel groups of two ranks."""
+    """Two tensor parallel ranks in two replicas; experts are cut over all four."""
     for rank, record in records.items():
-        record.facts["ranks"] = {"ep": rank % 2, "dp": rank}
+        record.facts["ranks"] = {"tp": rank % 2, "pp": 0, "dp": rank // 2, "cp": 0, "ep": rank}
     return records
 
 
@@ -34,7 +34,7 @@ def known(
 ) -> tuple[KnownFault, ...]:
     steps = compare_steps("reference", one, "resume", other, (4, 6), "", RULES)
     loaded = compare_loaded("save", one, "load", other, 3, "", RULES, steps)
-    facts = {"sizes": {"ep": 2, "dp": 4}, "arguments": dict(arguments)}
+    facts = {"sizes": {"tp": 2, "ep": 4, "dp": 2}, "arguments": dict(arguments)}
     return recognise((loaded, steps), {"reference": one, "save": one, "resume": other, "load": other}, facts, versions)
 
 
@@ -64,20 +64,22 @@ def test_nothing_is_named_where_nothing_differs() -> None:
     assert describe(compare_steps("reference", REFERENCE, "resume", RESUME, (4, 6), "", RULES), REFERENCE, RESUME) == ()
 
 
-def test_expert_generators_of_the_first_rank() -> None:
+def test_expert_generators_of_the_first_replica() -> None:
     one, other = placed(arm((1, 6), ranks=4, saved=(3,))), placed(arm((4, 6), ranks=4, loaded=True))
-    wrong = loads(loads(other, {EXPERT: value(0, EXPERT)}, (1,)), {EXPERT: value(2, EXPERT)}, (3,))
+    wrong = loads(loads(other, {EXPERT: value(0, EXPERT)}, (2,)), {EXPERT: value(1, EXPERT)}, (3,))
     (fault,) = known(one, wrong)
     assert fault.issue == "NVIDIA/Megatron-LM#6858"
-    assert "megatron-core 0.19.2: expert parallel 2" in fault.evidence
-    assert "ranks 1, 3" in fault.evidence
+    assert "megatron-core 0.19.2: expert parallel 4" in fault.evidence
+    assert "ranks 2, 3" in fault.evidence
     assert known(one, wrong, versions={"torch": "2.14.1"}) == ()
     elsewhere = loads(wrong, {EXPERT: digest("elsewhere")}, (3,))
-    first_rank = loads(wrong, {EXPERT: value(1, EXPERT)}, (0,))
+    other_tensor_rank = loads(wrong, {EXPERT: value(0, EXPERT)}, (3,))
+    first_replica = loads(wrong, {EXPERT: value(1, EXPERT)}, (0,))
     assert known(one, elsewhere) == ()
-    assert known(one, first_rank) == ()
-    assert "Rank 1 has what rank 0 should have: rng tracker expert-parallel-rng." in sentences(one, wrong)
-    assert "Rank 3 has what rank 2 should have" in sentences(one, wrong)
+    assert known(one, other_tensor_rank) == ()
+    assert known(one, first_replica) == ()
+    assert "Rank 2 has what rank 0 should have: rng tracker expert-parallel-rng." in sentences(one, wrong)
+    assert "Rank 3 has what rank 1 should have" in sentences(one, wrong)
 
 
 def test_stale_weight_decay() -> None:
