@@ -94,7 +94,7 @@ def test_a_dry_run_shows_everything_and_starts_nothing(tmp_path):
     assert arms["save"]["command"][-5:] == [
         "10",
         "--save",
-        f"{tmp_path}/work/save/checkpoints",
+        str(tmp_path / "work" / "save" / "checkpoints"),
         "--save-interval",
         "10",
     ]

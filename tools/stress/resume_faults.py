@@ -22,7 +22,7 @@ from pathlib import Path
 from ckptguard.testing.resume_faults import FAULT_RECIPES, FAULTS, Fault
 from ckptguard.testing.resume_matrix import Bench, Row, bench_for
 
-RESULTS = Path(__file__).with_suffix(".json")
+RESULTS = Path(__file__).resolve().parents[2] / ".bench" / "resume_faults.json"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "resume-faults.md"
 _SORTS = {
     "state": "State: something else is loaded than was saved",
@@ -54,6 +54,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as scratch:
             folder = (chosen.keep or Path(scratch)).absolute()
             kept |= {row.name: row for row in run(faults, folder)}
+        RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(
             json.dumps([dataclasses.asdict(kept[name]) for name in FAULTS if name in kept], indent=1) + "\n"
         )
