@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ckptguard.resume.arm_lines import ArmLine, Request
     from ckptguard.resume.results import Setting, Verification
     from ckptguard.testing.recipes import Model, Recipe
+    from ckptguard.testing.resume_faults import Fault
 
 _EXIT = {
     "equal": ExitCode.OK,
@@ -153,12 +154,17 @@ def _line(line: tuple[str, ...], chosen: Mapping[str, Any]) -> tuple[tuple[str, 
     return tuple(launch_command(recipe, ())), launch_environment()
 
 
+def _plantable(fault: Fault) -> bool:
+    """Whether it acts in a process, without a run that is prepared for it."""
+    return fault.where == "process" and not fault.prepared
+
+
 def _recipe_of(plant: str, builtin: str) -> Recipe:
     """The small run in which a fault can act."""
     from ckptguard.testing.resume_faults import FAULT_RECIPES, FAULTS
 
     fault = FAULTS.get(plant)
-    if fault is None or fault.where != "process":
+    if fault is None or not _plantable(fault):
         raise UsageError(
             f"--plant {plant}: no fault that can be planted here", next_step="`--plant list` names those that can."
         )
@@ -340,7 +346,7 @@ def _list_faults() -> int:
     from ckptguard.testing.resume_faults import FAULTS
 
     for name, fault in FAULTS.items():
-        if fault.where == "process":
+        if _plantable(fault):
             click.echo(f"{name:<24} {fault.what}")
     return ExitCode.OK
 

@@ -17,9 +17,10 @@ collective is an origin only where its inputs agree on every rank of its group.
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import Literal
@@ -33,6 +34,7 @@ _EFFECTS: tuple[Sort, ...] = ("collective", "receiver")
 _COLLECTIVE = re.compile(r"_?c10d")
 _SEND = "c10d.send"
 _STATE = ("parameter", "buffer", "unsaved buffer", "master", "optimizer")
+_SIDES: tuple[Callable[[CallPair], Call | None], ...] = (lambda pair: pair.one, lambda pair: pair.other)
 _Key = tuple[int, str, str, str]
 
 
@@ -217,9 +219,35 @@ def _partners(ours: list[Call], theirs: list[Call]) -> Iterator[tuple[Call, Call
 
 
 def _first(pairs: Sequence[CallPair]) -> int | None:
-    """Where the first call that differs stands; the lowest step counts before the order in a stream."""
+    """Where the first call that differs stands; the lowest step counts before the order in a stream.
+
+    The first step of a process fills caches and buffers, and checks what it checks once; the same step of a longer run does
+    not. Calls that show no more than this are passed over where another call tells something.
+    """
     differing = [at for at, pair in enumerate(pairs) if not pair.agrees]
-    return min(differing, key=lambda at: (pairs[at].call.step, at), default=None)
+    known = [
+        {_text(v) for pair in pairs if (call := side(pair)) for v in (*call.inputs, *call.outputs)} for side in _SIDES
+    ]
+    telling = [at for at in differing if not _is_idle(pairs[at], known)]
+    return min(telling or differing, key=lambda at: (pairs[at].call.step, at), default=None)
+
+
+def _is_idle(pair: CallPair, known: Sequence[set[str]]) -> bool:
+    """Whether a call differs without a consequence.
+
+    It gives the same from other inputs; or one arm alone makes it, and the other has what it gives from elsewhere.
+
+    Args:
+        pair: A call that does not agree.
+        known: Of either arm, all values in its calls.
+    """
+    if pair.one is not None and pair.other is not None:
+        return _equal(pair.one.outputs, pair.other.outputs)
+    return {_text(value) for value in pair.call.outputs} <= known[1 if pair.other is None else 0]
+
+
+def _text(value: Value) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
 
 
 def _fault(rank: int, pairs: Sequence[CallPair], at: int, one: RankRecord, other: RankRecord) -> Fault:

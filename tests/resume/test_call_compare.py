@@ -254,3 +254,21 @@ def test_many_calls_take_seconds() -> None:
     found = located(ranks(one, one), ranks(one, other))
     assert time.perf_counter() - before < 5
     assert (found.fault.rank, found.fault.call) == (1, one[-1])
+
+
+def test_what_the_first_step_of_a_process_does_besides_is_not_to_blame() -> None:
+    """It fills a cache, and multiplies into a buffer that held something else; another call gives something else."""
+    cached, check = (
+        digest("cached"),
+        call("optimizer", [digest("flag")], [digest("flag")], op="c10d.allreduce_.default"),
+    )
+    reads = call(MODULES[0], [cached], [digest("a")], op="aten.mul.Tensor")
+    into = [call(MODULES[0], [digest(held)], [digest("b")], op="aten.baddbmm.default") for held in ("old", "new")]
+    ends = [call(MODULES[2], [digest("b")], [digest(given)], op="aten.mm.default") for given in ("right", "wrong")]
+    fills = call(MODULES[0], [], [cached], op="aten.cat.default")
+    flagged = call("optimizer", [digest("flag")], [digest("flag")], op="aten.abs.default")
+    one = [reads, into[0], ends[0], flagged]
+    other = [fills, reads, into[1], ends[1], check, flagged]
+    assert located(ranks(one), ranks(other)).op == "aten.mm.default"
+    gathers = call("optimizer", [digest("mine")], [digest("whole")], op="c10d.allgather_into_tensor_coalesced_.default")
+    assert located(ranks([flagged, gathers]), ranks([check, flagged])).op == gathers.op
