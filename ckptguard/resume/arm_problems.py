@@ -95,7 +95,7 @@ def _recorded_problem(line: ArmLine, streams: Mapping[int, Stream]) -> str | Non
 
 
 def _world_problem(line: ArmLine, streams: Mapping[int, Stream]) -> str | None:
-    worlds = {stream.facts["world"] for stream in streams.values() if "world" in stream.facts}
+    worlds = {stream.facts["world_size"] for stream in streams.values() if "world_size" in stream.facts}
     world = max(worlds, default=len(streams))
     if len(worlds) > 1 or len(streams) > world:
         return f"ranks of several runs recorded into one folder, of {sorted(worlds)} processes"

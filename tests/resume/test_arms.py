@@ -28,7 +28,7 @@ from ckptguard.resume.records import RankWriter
 folder = Path(os.environ["FOLDER"])
 def rank(number=0, world=1, start=0, steps=range(1, 5), saves=(), end=True, notes=(), loaded=True):
     writer = RankWriter(folder, number)
-    writer.facts({"rank": number, "world": world})
+    writer.facts({"rank": number, "world_size": world})
     if notes:
         writer.unobserved(notes)
     if loaded:
