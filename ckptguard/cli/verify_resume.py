@@ -184,7 +184,7 @@ def _request(
         UsageError: A setting makes equality impossible and was not asked to be put right.
     """
     from ckptguard.resume import settings
-    from ckptguard.resume.arm_lines import Request, Templates, check, start_of
+    from ckptguard.resume.arm_lines import Request, Templates, start_of
     from ckptguard.resume.injected import site_directory
     from ckptguard.resume.launch_line import framework_of, parse
 
@@ -206,22 +206,18 @@ def _request(
     folder = chosen["work"] or Path(f"ckptguard-resume-{datetime.now(UTC):%Y%m%d-%H%M%S}")
     request = Request(
         line=parsed, framework=framework, steps=steps, save_at=_save_at(chosen["save_at"], steps),
-        folder=str(folder.absolute()),        site=str(site_directory()), environment=environment,
+        folder=str(folder.absolute()), site=str(site_directory()), environment=environment,
         added_environment={**needed, **fixed},
-        resume_from=chosen["resume_from"], checkpoints=_new_folder(chosen["checkpoints"]),
+        resume_from=chosen["resume_from"], checkpoints=str(chosen["checkpoints"].absolute()) if chosen["checkpoints"] else None,
         start=_start(*start_of(parsed, framework)), resume_args=resume_args, templates=templates,
     )  # fmt: skip
-    check(request)
     return request, found
 
 
-def _new_folder(folder: Path | None) -> str | None:
-    """A folder that holds nothing yet, as far as can be seen from here: nobody's checkpoints are ever written over."""
-    if folder is None:
-        return None
-    if folder.is_dir() and any(folder.iterdir()):
-        raise UsageError(f"--checkpoints {folder}: is not empty", next_step="Give a directory that is new or empty.")
-    return str(folder.absolute())
+def _refuse_filled(option: str, folder: str | None) -> None:
+    """Refuses a folder that holds something, as far as can be seen from here: nobody's checkpoints are written over."""
+    if folder is not None and Path(folder).is_dir() and any(Path(folder).iterdir()):
+        raise UsageError(f"{option} {folder}: is not empty", next_step="Give a directory that is new or empty.")
 
 
 def _save_at(text: str | None, steps: int) -> tuple[int, ...]:
@@ -235,10 +231,11 @@ def _save_at(text: str | None, steps: int) -> tuple[int, ...]:
 
 def _start(folder: str | None, step: int | None) -> int:
     """The step that the user's run starts from: what it names, or what the tracker in its checkpoint folder says."""
+    from ckptguard.formats.base import trackers_of
+
     if step is not None or folder is None:
         return step or 0
-    tracker = Path(folder) / "latest_checkpointed_iteration.txt"
-    text = tracker.read_text().strip() if tracker.is_file() else ""
+    text = trackers_of(Path(folder)).get("latest_checkpointed_iteration.txt", "")
     return int(text) if text.isdigit() else 0
 
 
@@ -280,14 +277,12 @@ def _verify(request: Request, settings: tuple[Setting, ...], chosen: Mapping[str
     from ckptguard.resume.verifying import Options, verify
 
     as_json, folder = chosen["as_json"], Path(request.folder)
-    lines = plan_arms(request, repeat=chosen["repeat"])
-    if chosen["no_load_arm"]:
-        lines = tuple(line for line in lines if line.role != "load")
+    lines = plan_arms(request, repeat=chosen["repeat"], load=not chosen["no_load_arm"])
     if chosen["dry_run"]:
         _print_plan(lines, settings, as_json=as_json)
         return ExitCode.OK
-    if folder.exists() and any(folder.iterdir()):
-        raise UsageError(f"{folder}: is not empty", next_step="Give --work a directory that is new or empty.")
+    _refuse_filled("--work", request.folder)
+    _refuse_filled("--checkpoints", request.checkpoints)
     plant = None
     if chosen["plant"] is not None:
         from ckptguard.testing.resume_faults import FAULTS
@@ -301,13 +296,14 @@ def _verify(request: Request, settings: tuple[Setting, ...], chosen: Mapping[str
     )  # fmt: skip
     with following(wanted=not as_json) as listener:
         found = verify(request, how, settings, listener)
+    told = to_json(found)
     (folder / "report.html").write_text(page(found), encoding="utf-8")
-    (folder / "report.json").write_text(json.dumps(to_json(found), allow_nan=False) + "\n", encoding="utf-8")
+    (folder / "report.json").write_text(json.dumps(told, allow_nan=False) + "\n", encoding="utf-8")
     if found.word == "equal" and not chosen["keep_checkpoints"]:
         for saved in folder.glob(f"*/{CHECKPOINTS}"):
             shutil.rmtree(saved)
     if as_json:
-        options.print_json(to_json(found))
+        options.print_json(told)
     else:
         click.echo("\n".join(screen(found, folder)))
     return _EXIT[found.word]

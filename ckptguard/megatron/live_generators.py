@@ -18,18 +18,26 @@ def generator_items(group: Group = "rng") -> tuple[LiveItem, ...]:
     """The generators as they are now; names begin with the group. Python's and numpy's are bytes, the others tensors."""
     import torch
 
+    own = default_generators(group, cuda=torch.cuda.is_available())
+    return (*own, *(_tracked(group, name) for name in tracker_names()))
+
+
+def default_generators(group: Group, *, cuda: bool) -> tuple[LiveItem, ...]:
+    """Those that every process has, with CUDA's where that is in use: asking for its state would begin to use it."""
+    import torch
+
     items = [
         LiveItem(f"{group} python", group, _read_python, _write_python),
         LiveItem(f"{group} numpy", group, _read_numpy, _write_numpy),
         LiveItem(f"{group} torch cpu", group, torch.get_rng_state, lambda value: torch.set_rng_state(value.cpu())),
     ]
-    if torch.cuda.is_available():
+    if cuda:
         items.append(
             LiveItem(
                 f"{group} cuda", group, torch.cuda.get_rng_state, lambda value: torch.cuda.set_rng_state(value.cpu())
             )
         )
-    return (*items, *(_tracked(group, name) for name in tracker_names()))
+    return tuple(items)
 
 
 def tracker_names() -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptguard.core.watching import LiveItem
-from ckptguard.megatron.live_values import always, copy_into, entry_item, is_plain, plain, tensor_items
+from ckptguard.megatron.live_values import always, copy_into, entry_item, is_plain, plain, state_dict_item, tensor_items
 
 _MASTER_KEY = "master_param"
 
@@ -209,16 +209,9 @@ def _scaler_items(number: int, scaler: Any) -> list[LiveItem]:
     """Grad scaler (megatron/core/optimizer/grad_scaler.py): ``scale`` of all, and what the dynamic one counts."""
     if scaler is None:
         return []
-
-    def item(key: str) -> LiveItem:
-        def write(value: Any) -> None:
-            scaler.load_state_dict(scaler.state_dict() | {key: value})
-
-        return LiveItem(f"scaler {number} {key}", "scaler", lambda: plain(scaler.state_dict()[key]), write)
-
     keys = list(scaler.state_dict())
     fixed = [] if "scale" in keys else [LiveItem(f"scaler {number} scale", "scaler", lambda: plain(scaler.scale))]
-    return [*fixed, *map(item, keys)]
+    return [*fixed, *(state_dict_item(f"scaler {number} {key}", "scaler", scaler, key) for key in keys)]
 
 
 def _own_range(link: Any, param: Any) -> Any:

@@ -138,6 +138,15 @@ def entry_item(name: str, group: Group, get: Callable[[], Any], put: Callable[[A
     return item if can_be_put_back(get()) else LiveItem(name, group, item.read)
 
 
+def state_dict_item(name: str, group: Group, holder: Any, key: str) -> LiveItem:
+    """An item of an entry of a ``state_dict``."""
+
+    def write(value: Any) -> None:
+        holder.load_state_dict(holder.state_dict() | {key: value})
+
+    return LiveItem(name, group, lambda: holder.state_dict()[key], write)
+
+
 def attribute_item(name: str, group: Group, holder: Any, attribute: str) -> LiveItem:
     """An item of an attribute."""
     return entry_item(name, group, lambda: getattr(holder, attribute), lambda value: setattr(holder, attribute, value))

@@ -30,7 +30,13 @@ from ckptguard.core.watching import LiveItem, Watcher
 from ckptguard.megatron.live_generators import generator_items
 from ckptguard.megatron.live_state import LiveState
 from ckptguard.megatron.run_facts import facts_of_run
-from ckptguard.megatron.watched_loop import WatchedLoop, batch_size_items, check_names, results_of_step
+from ckptguard.megatron.watched_loop import (
+    WatchedLoop,
+    batch_size_items,
+    check_names,
+    results_of_step,
+    unobserved_loader,
+)
 
 WRAPPED: dict[str, dict[str, tuple[str, ...]]] = {
     "megatron.bridge.training.setup": {
@@ -116,7 +122,7 @@ class _Watched(WatchedLoop):
         if self.state is not None and not self.again:
             items = self.state.items()
             placed, unplaced = self.placed()
-            unobserved = [*self.state.unobserved, *_unobserved(self.training.cfg), *unplaced]
+            unobserved = [*self.state.unobserved, *unobserved_loader(self.training.cfg.dataset), *unplaced]
             self.watcher.loaded(self.training.train_state.step, (*items, self._operations(), *placed), unobserved)
         return original(*args, **kwargs)
 
@@ -192,10 +198,3 @@ def _options(cfg: Any) -> types.SimpleNamespace:
     options |= {f"no_{name}": not options[name] for name in _NEGATED if name in options}
     options |= {name: options[other] for name, other in _OTHER_NAMES.items() if other in options}
     return types.SimpleNamespace(**options)
-
-
-def _unobserved(cfg: Any) -> list[str]:
-    kind = getattr(cfg.dataset, "dataloader_type", None)
-    if kind != "external":
-        return []
-    return ["position of the external data loader: the batches that it gives are observed, its own state is not"]

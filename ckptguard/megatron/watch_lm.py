@@ -31,7 +31,13 @@ from ckptguard.megatron.live_generators import generator_items
 from ckptguard.megatron.live_state import LiveState
 from ckptguard.megatron.live_values import attribute_item
 from ckptguard.megatron.run_facts import facts_of_run
-from ckptguard.megatron.watched_loop import WatchedLoop, batch_size_items, check_names, results_of_step
+from ckptguard.megatron.watched_loop import (
+    WatchedLoop,
+    batch_size_items,
+    check_names,
+    results_of_step,
+    unobserved_loader,
+)
 
 WRAPPED: dict[str, tuple[str, ...]] = {
     "setup_model_and_optimizer": (),
@@ -103,7 +109,7 @@ class _Watched(WatchedLoop):
         self.watcher.built(model, optimizer)
         items = self._items()
         placed, unplaced = self.placed()
-        unobserved = [*self.state.unobserved, *_unobserved(options), *unplaced]
+        unobserved = [*self.state.unobserved, *unobserved_loader(options), *unplaced]
         self.watcher.loaded(self.step, (*items, *placed), unobserved)
         return built
 
@@ -158,9 +164,3 @@ class _Watched(WatchedLoop):
         ]
         items += [attribute_item(f"counter {n}", "counter", options, n) for n in _SAMPLES if hasattr(options, n)]
         return items + batch_size_items()
-
-
-def _unobserved(options: Any) -> list[str]:
-    if getattr(options, "dataloader_type", None) == "external":
-        return ["position of the external data loader: the batches that it gives are observed, its own state is not"]
-    return []

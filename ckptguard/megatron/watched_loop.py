@@ -60,6 +60,13 @@ def batch_size_items() -> list[LiveItem]:
     return [LiveItem(f"counter {name}", "counter", read) for name, read in readers.items() if read]
 
 
+def unobserved_loader(options: Any) -> list[str]:
+    """What cannot be observed of the data loader that the options name, in words."""
+    if getattr(options, "dataloader_type", None) == "external":
+        return ["position of the external data loader: the batches that it gives are observed, its own state is not"]
+    return []
+
+
 class WatchedLoop:
     """One process's loop.
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from ckptguard.resume.arm_lines import ArmLine
 from ckptguard.resume.results import ArmRun
-from ckptguard.resume.session import Listener, Silent
+from ckptguard.resume.session import Listener
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
 
-class Following:
+class Following(Listener):
     """Listens to a verification and tells of it on stderr."""
 
     def __init__(self, progress: Progress) -> None:
@@ -51,7 +51,7 @@ def following(*, wanted: bool = True) -> Iterator[Listener]:
     Lines are printed wherever stderr goes, since arms can take hours; the bar is drawn on terminals only.
     """
     if not wanted:
-        yield Silent()
+        yield Listener()
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

@@ -138,14 +138,15 @@ class ArmLine:
         return self.role in ("load", "resume")
 
 
-def plan_arms(request: Request, *, repeat: bool = False) -> tuple[ArmLine, ...]:
+def plan_arms(request: Request, *, repeat: bool = False, load: bool = True) -> tuple[ArmLine, ...]:
     """The arms in the order in which they run.
 
     Raises:
         UsageError: Steps that make no sense, settings in the line that make a resume impossible, or templates missing.
     """
     check(request)
-    roles: tuple[Role, ...] = ("reference", *(("repeat",) if repeat else ()), "save", "load", "resume")
+    left_out = {role for role, wanted in (("repeat", repeat), ("load", load)) if not wanted}
+    roles = [role for role in _PURPOSES if role not in left_out]
     ends = {"save": request.save_at[-1], "load": 0}
     return tuple(_arm(request, role, role, _PURPOSES[role], ends.get(role, request.steps)) for role in roles)
 

@@ -17,6 +17,7 @@ from ckptguard.resume.records import Call, Value
 
 LIMIT = 2_000_000  # calls; about 50 bytes each in the file, about a kilobyte when read again
 Emit = Callable[[Call], None]
+_LEAVES = (torch.Tensor, bool, int, float, str, torch.dtype, torch.device, torch.Generator)
 
 
 def ignored(_: str) -> None:
@@ -82,14 +83,17 @@ class Calls:
 
 def values_of(value: Any) -> list[Value]:
     """Tensors, generators and plain values in nested arguments, in order, as they are recorded; other things are left out."""
-    return [recorded(leaf) for leaf in leaves(value)]
+    return [recorded(leaf.detach() if isinstance(leaf, torch.Tensor) else leaf) for leaf in leaves(value)]
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors among the leaves, as they are."""
+    return (leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 def leaves(value: Any) -> Iterator[Any]:
     """Tensors, generators and plain values in lists, tuples, mappings and dataclasses."""
-    if isinstance(value, torch.Tensor):
-        yield value.detach()
-    elif value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device | torch.Generator):
+    if value is None or isinstance(value, _LEAVES):
         yield value
     elif isinstance(value, list | tuple):
         for part in value:
@@ -100,21 +104,6 @@ def leaves(value: Any) -> Iterator[Any]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from leaves(getattr(value, field.name))
-
-
-def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors themselves, not detached, in the order of ``leaves``."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from tensors_of(part)
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from tensors_of(part)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_of(getattr(value, field.name))
 
 
 def together(values: Sequence[Value]) -> str:

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from ckptguard.megatron.live_state import plain_name
 from ckptguard.resume.backward_calls import BackwardCall, edges_into, scope_of_node, watch
 from ckptguard.resume.call_values import LIMIT, Calls, Emit, ignored, raised, together, values_of
 from ckptguard.resume.digests import recorded
@@ -132,8 +133,7 @@ def named_scopes(number: int, chunk: torch.nn.Module) -> list[tuple[str, torch.n
     """Every module of a chunk with its name; wrappers, which are called ``module``, give theirs to what they wrap."""
     found = {}
     for name, module in chunk.named_modules():
-        plain = ".".join(part for part in name.split(".") if part != "module")
-        found[f"chunk {number} {plain}".rstrip()] = module  # the innermost of equal names
+        found[f"chunk {number} {plain_name(name)}".rstrip()] = module  # the innermost of equal names
     return list(found.items())
 
 

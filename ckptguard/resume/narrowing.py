@@ -22,7 +22,7 @@ from ckptguard.resume.session import ArmFailedError, Session
 Rerun = Callable[[Role, str, str, int], ArmLine]  # role, name, purpose, last step
 MOST_TRIALS = 12
 KEEPING = "save (keeping values)"
-_NOT_STATE = ("batch", "rng at begin")  # what a step begins with: no module made it
+_GIVEN = ("batch", "rng at begin")  # what a step begins with: no module made it
 _OPTIMIZER = ("master", "optimizer", "parameter")  # what an optimizer makes of equal gradients
 
 
@@ -50,23 +50,13 @@ def narrow_step(
     """
     first = steps.first
     assert first is not None
-    if first.group in _NOT_STATE:
+    if first.group in _GIVEN:
         session.say(
             f"Step {first.step} already begins with another {first.item}: what it computes from there cannot agree."
         )
         why = "The state after loading agrees and the step begins with another value: something used it up in between."
         return (Culprit("state", first.rank, first.step, first.item, why),)
-    look = partial(_look, session, rerun, first.step, other, put_right or {})
-    if first.group in _OPTIMIZER and not _differs(steps, "gradient"):
-        located = look("optimizer")
-    else:
-        located = look(None)
-        scope = "collectives"  # what no module did, ranks did among themselves
-        if located is not None and located.is_certain:
-            scope = located.module if located.fault.sort not in ("state", "batch") else ""
-        if scope:
-            closer = look(scope)
-            located = closer if closer is not None and (closer.is_certain or located is None) else located
+    located = locate(steps, partial(_look, session, rerun, first.step, other, put_right or {}))
     if located is None:
         session.say(
             f"In the reruns of step {first.step} all recorded calls agree: the difference did not come again, or its cause is "
@@ -74,6 +64,26 @@ def narrow_step(
         )
         return ()
     return located.culprits()
+
+
+def locate(steps: Comparison, look: Callable[[str | None], Located | None]) -> Located | None:
+    """What is to blame for a step that differs: modules first, then the operations of the one that is found.
+
+    Args:
+        steps: The comparison that found the difference.
+        look: Compares calls of modules (None), or those of the operations in a scope as an ``Order`` names it.
+    """
+    assert steps.first is not None
+    if steps.first.group in _OPTIMIZER and not _differs(steps, "gradient"):
+        return look("optimizer")
+    located = look(None)
+    scope = "collectives"  # what no module did, ranks did among themselves
+    if located is not None and located.is_certain:
+        if located.fault.sort in ("state", "batch"):
+            return located
+        scope = located.module
+    closer = look(scope)
+    return closer if closer is not None and (closer.is_certain or located is None) else located
 
 
 def _differs(comparison: Comparison, group: str) -> bool:

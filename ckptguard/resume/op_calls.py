@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ckptguard.resume import module_calls
 from ckptguard.resume.call_values import LIMIT, Calls, Emit, ignored, raised, tensors_of, values_of
 from ckptguard.resume.digests import recorded
-from ckptguard.resume.records import Value
+from ckptguard.resume.records import Value, in_scope
 
 COLLECTIVES = "collectives"
 _ALLOCATIONS = frozenset(("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"))
@@ -112,7 +112,7 @@ class OpCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return True
         if self._scope == COLLECTIVES:
             return call.is_collective
-        return scope == self._scope or scope.startswith((f"{self._scope}.", f"{self._scope} "))
+        return in_scope(scope, self._scope)
 
 
 class _OpCall:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -11,7 +9,8 @@ from typing import Any
 import torch
 
 from ckptguard.core.watching import Group, LiveItem
-from ckptguard.megatron.live_values import always, entry_item, tensor_items
+from ckptguard.megatron.live_generators import default_generators
+from ckptguard.megatron.live_values import always, entry_item, state_dict_item, tensor_items
 
 
 class PlainState:
@@ -46,7 +45,7 @@ class PlainState:
             items += _optimizer_items(optimizer, where, names, unobserved)
         for group, holders in self._holders:
             for where, holder in holders.items():
-                items += [_entry(holder, key, f"{group} {where}{key}", group) for key in holder.state_dict()]
+                items += [state_dict_item(f"{group} {where}{key}", group, holder, key) for key in holder.state_dict()]
         return [*items, *generators("rng")], unobserved
 
     def gradients(self) -> list[LiveItem]:
@@ -80,15 +79,9 @@ def by_name(value: Any) -> dict[str, Any]:
     return {f"{number} " if len(value) > 1 else "": part for number, part in enumerate(value)}
 
 
-def generators(group: Group) -> list[LiveItem]:
+def generators(group: Group) -> tuple[LiveItem, ...]:
     """The random number generators of a process without Megatron; names begin with the group."""
-    items = [LiveItem(f"{group} python", group, random.getstate, random.setstate)]
-    if (numpy := sys.modules.get("numpy")) is not None:
-        items.append(LiveItem(f"{group} numpy", group, numpy.random.get_state, numpy.random.set_state))
-    items.append(LiveItem(f"{group} torch cpu", group, torch.get_rng_state, torch.set_rng_state))
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        items.append(LiveItem(f"{group} cuda", group, torch.cuda.get_rng_state, torch.cuda.set_rng_state))
-    return items
+    return default_generators(group, cuda=torch.cuda.is_available() and torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def _optimizer_items(optimizer: Any, where: str, names: Mapping[int, str], unobserved: list[str]) -> Iterator[LiveItem]:
@@ -109,12 +102,3 @@ def _optimizer_items(optimizer: Any, where: str, names: Mapping[int, str], unobs
             if key != "params":
                 said = f"param group {where}{number} {key}"
                 yield entry_item(said, "param group", partial(group.get, key), partial(group.__setitem__, key))
-
-
-def _entry(holder: Any, key: str, name: str, group: Group) -> LiveItem:
-    """An entry of a ``state_dict``."""
-
-    def write(value: Any) -> None:
-        holder.load_state_dict(holder.state_dict() | {key: value})
-
-    return LiveItem(name, group, lambda: holder.state_dict()[key], write)

@@ -150,6 +150,16 @@ def file_name(rank: int) -> str:
     return f"rank_{rank:05d}.jsonl.zst"
 
 
+def stream_paths(folder: Path) -> dict[int, Path]:
+    """The streams that are there in an arm's folder, by rank."""
+    return {int(path.name[5:10]): path for path in sorted(folder.glob("rank_*.jsonl.zst"))}
+
+
+def in_scope(scope: str, wanted: str) -> bool:
+    """Whether a call's scope is the wanted one or a part of it: a module in it, or what it does outside of these."""
+    return scope == wanted or scope.startswith((f"{wanted}.", f"{wanted} "))
+
+
 def read_arm(folder: Path) -> dict[int, RankRecord]:
     """All streams of an arm, by rank.
 
@@ -157,10 +167,10 @@ def read_arm(folder: Path) -> dict[int, RankRecord]:
         NotFoundError: There is none.
         DamagedError: One is not a stream.
     """
-    paths = sorted(folder.glob("rank_*.jsonl.zst"))
+    paths = stream_paths(folder)
     if not paths:
         raise NotFoundError(f"{folder}: no rank recorded anything", next_step="See the arm's log.")
-    return {int(path.name[5:10]): read_rank(path) for path in paths}
+    return {rank: read_rank(path) for rank, path in paths.items()}
 
 
 def read_rank(path: Path) -> RankRecord:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ckptguard.resume.arm_lines import ArmLine
 from ckptguard.resume.arms import run_arm
@@ -16,8 +16,8 @@ from ckptguard.resume.results import ArmRun
 Records = dict[int, RankRecord]
 
 
-class Listener(Protocol):
-    """Hears how the work goes; for progress bars."""
+class Listener:
+    """Hears how the work goes, for progress bars; this one does nothing with it."""
 
     def begins(self, line: ArmLine) -> None:
         """An arm starts."""
@@ -30,22 +30,6 @@ class Listener(Protocol):
 
     def says(self, sentence: str) -> None:
         """A line of the chain of evidence."""
-
-
-class Silent:
-    """Listens to nothing."""
-
-    def begins(self, line: ArmLine) -> None:
-        """Nothing."""
-
-    def step(self, step: int) -> None:
-        """Nothing."""
-
-    def ended(self, run: ArmRun) -> None:
-        """Nothing."""
-
-    def says(self, sentence: str) -> None:
-        """Nothing."""
 
 
 class ArmFailedError(Exception):
@@ -70,7 +54,6 @@ class Session:
     """Launches arms and remembers them.
 
     Attributes:
-        folder: Where each arm gets a folder.
         level: How much the arms record.
         timeout_seconds: For each arm.
         placed: Whole tensors are recorded too, since the resumed run has another layout.
@@ -81,12 +64,11 @@ class Session:
         chain: The evidence so far, in words.
     """
 
-    folder: Path
     level: Level
     timeout_seconds: float
     placed: bool = False
     plant: Plant | None = None
-    listener: Listener = field(default_factory=Silent)
+    listener: Listener = field(default_factory=Listener)
     runs: list[ArmRun] = field(default_factory=list)
     records: dict[str, Records] = field(default_factory=dict)
     chain: list[str] = field(default_factory=list)

@@ -10,7 +10,7 @@ from typing import Any
 import zstandard
 
 from ckptguard.resume.orders import FAILED
-from ckptguard.resume.records import file_name
+from ckptguard.resume.records import file_name, stream_paths
 
 _EVENT = re.compile(rb'\{"event":\["(loaded|step|saved)",(-?\d+),')
 _READ_BYTES = 1 << 20
@@ -87,11 +87,9 @@ class Stream:
 
 def read_streams(folder: Path) -> dict[int, Stream]:
     """All streams of an arm as they are now, by rank."""
-    found = {}
-    for path in sorted(folder.glob("rank_*.jsonl.zst")):
-        stream = Stream(path)
+    found = {rank: Stream(path) for rank, path in stream_paths(folder).items()}
+    for stream in found.values():
         stream.follow()
-        found[int(path.name[5:10])] = stream
     return found
 
 

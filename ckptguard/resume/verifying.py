@@ -6,7 +6,6 @@ import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ckptguard.core.watching import GROUPS, Group
@@ -19,7 +18,7 @@ from ckptguard.resume.narrowing import narrow_state, narrow_step
 from ckptguard.resume.orders import Level
 from ckptguard.resume.placed import compare_placed
 from ckptguard.resume.results import Comparison, Culprit, Curve, KnownFault, Setting, Verification, Word
-from ckptguard.resume.session import ArmFailedError, Listener, Plant, Records, Session, Silent
+from ckptguard.resume.session import ArmFailedError, Listener, Plant, Records, Session
 
 MOST_DIFFERENCES = 20_000  # per comparison in a report; the streams of the arms hold all
 _CURVES = ("loss", "metric")
@@ -62,14 +61,13 @@ def verify(
         EnvironmentFailedError: An arm ended well and recorded too little to be compared.
     """
     session = Session(
-        Path(request.folder),
         options.level,
         options.timeout_seconds,
         bool(request.resume_args),
         options.plant,
-        listener or Silent(),
+        listener or Listener(),
     )
-    lines = {line.role: line for line in plan_arms(request, repeat=options.repeat)}
+    lines = {line.role: line for line in plan_arms(request, repeat=options.repeat, load=options.load)}
     proof = _Proof(request, options, session, lines)
     try:
         proof.run()
@@ -93,13 +91,13 @@ class _Proof:
         first, last = self.request.start + 1, self.request.start + self.request.steps
         saved = self.request.resumed_at
         self.session.run(self.lines["reference"])
-        if self.options.repeat and not self._deterministic(
+        if "repeat" in self.lines and not self._deterministic(
             "repeat", (first, last), "Is the run the same when nothing is interrupted?"
         ):
             return
         if not self._deterministic("save", (first, self.request.last_save), "Is it the same up to the save?"):
             return
-        if self.options.load:
+        if "load" in self.lines:
             self.session.run(self.lines["load"])
         self.session.run(self.lines["resume"])
         if self._layout_changed():

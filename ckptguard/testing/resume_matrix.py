@@ -20,21 +20,20 @@ from pathlib import Path
 
 from ckptguard.core.errors import UsageError
 from ckptguard.resume.arm_lines import ArmLine, Request, Role, plan_rerun
-from ckptguard.resume.arms import run_arm
 from ckptguard.resume.call_compare import Located, first_fault
 from ckptguard.resume.compare import compare_loaded, compare_steps
 from ckptguard.resume.excuses import RULES
 from ckptguard.resume.injected import site_directory
 from ckptguard.resume.launch_line import parse
-from ckptguard.resume.orders import Order
-from ckptguard.resume.records import Call, RankRecord, read_arm
+from ckptguard.resume.narrowing import locate
+from ckptguard.resume.records import Call, in_scope
 from ckptguard.resume.results import Comparison
+from ckptguard.resume.session import ArmFailedError, Records, Session
 from ckptguard.resume.settings import contradictions
-from ckptguard.testing.recipes import TRAINER, Recipe, resave
+from ckptguard.testing.recipes import TRAINER, Recipe, launch_command, resave
 from ckptguard.testing.resume_faults import FAULT_RECIPES, PREPARED, Fault, file_edits
 from ckptguard.testing.resume_peers import first_other_hash, first_other_loss, read_hashes
 
-Records = dict[int, RankRecord]
 SAVE_AT, STEPS = 2, 4
 _ROOT = Path(__file__).resolve().parents[2]
 _PLANT = "ckptguard.testing.resume_faults:plant"
@@ -42,10 +41,6 @@ _OF_EVERY_RESUME = frozenset(
     {"counts of the process in the rerun state machine"}
 )  # rules that a clean resume needs too
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "NCCL_ALGO": "Ring"}
-
-
-class ArmFailedError(Exception):
-    """An arm of a trial did not do what it was launched for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +95,7 @@ class Bench:
         self, folder: Path, recipe: Recipe, *, plants: str = "", operations: bool = False, timeout_seconds: float = 600
     ) -> None:
         self.folder, self.recipe, self.plants, self.operations = folder, recipe, plants, operations
-        self.timeout_seconds = timeout_seconds
-        self.seconds = 0.0
+        self.session = Session("state", timeout_seconds)
 
     @cached_property
     def reference(self) -> Records:
@@ -130,7 +124,8 @@ class Bench:
                 line, plants=fault.name if fault.where == "process" else "", operations=fault.sort == "compute"
             )
         except ArmFailedError as error:
-            return Row(name=fault.name, answer="failed", problem=str(error))
+            problem = "\n".join((f"{error.run.name}: {error.run.problem}", *error.run.last_lines))
+            return Row(name=fault.name, answer="failed", problem=problem)
         return judged(fault, self._found(fault, records, Path(line.folder), time.monotonic() - since))
 
     def _found(self, fault: Fault, records: Records, folder: Path, seconds: float) -> Row:
@@ -179,23 +174,8 @@ class Bench:
             ArmFailedError: It failed, or its recorder did.
         """
         planted = "+".join(filter(None, ("hash_tensor", self.plants, plants)))
-        order = Order(arm=line.name, folder=line.folder, plugin=_PLANT, plugin_argument=planted)
-        if operations:
-            order = dataclasses.replace(order, level="op", calls=(SAVE_AT + 1, SAVE_AT + 1))
-        order.write()
-        run = run_arm(line, Path(line.folder), timeout_seconds=self.timeout_seconds)
-        self.seconds += run.seconds
-        if run.problem is not None:
-            raise ArmFailedError(f"{line.name}: {run.problem}\n" + "\n".join(run.last_lines))
-        records = read_arm(Path(line.folder))
-        for rank, record in records.items():
-            if failed := [words for words in record.unobserved if words.startswith("recorder failed")]:
-                raise ArmFailedError(f"{line.name}, rank {rank}: {'; '.join(failed)}")
-        return records
-
-    def resumed(self, name: str) -> Records:
-        """A resume with nothing planted."""
-        return self.run(self._line("resume", name))
+        calls = {"level": "op", "calls": (SAVE_AT + 1, SAVE_AT + 1)} if operations else {}
+        return self.session.run(line, plugin=_PLANT, plugin_argument=planted, **calls)
 
     def _line(self, role: Role, name: str, request: Request | None = None) -> ArmLine:
         end = SAVE_AT if role == "save" else STEPS
@@ -225,15 +205,13 @@ def request_for(
         flags: More of the resumed run's command line.
         variables: More of its environment.
     """
-    command, world = [sys.executable], recipe.world_size
-    added = dict(_ENVIRONMENT)
-    if world > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-    else:  # a launcher takes seconds, and has nothing to do
+    command, added = launch_command(recipe, ()), dict(_ENVIRONMENT)
+    if recipe.world_size == 1:  # a launcher takes seconds, and has nothing to do
+        command = [sys.executable, "-m", TRAINER, *recipe.megatron_flags()]
         added |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         added |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     return Request(
-        line=parse([*command, "-m", TRAINER, *recipe.megatron_flags()]),
+        line=parse(command),
         framework="megatron-lm",
         steps=STEPS,
         save_at=(SAVE_AT - 1, SAVE_AT),
@@ -258,31 +236,23 @@ def bench_for(fault: Fault, faults: Sequence[Fault], folder: Path) -> Bench:
 
 
 def narrowed(one: Records, other: Records, steps: Comparison) -> Located | None:
-    """What ``verify-resume`` narrows to with reruns, from one run that recorded all calls: modules first, then operations.
+    """What ``verify-resume`` narrows to with reruns, from one run that recorded all calls.
 
     A step that is a process's first makes calls that the same step in the middle of a run does not, such as those that fill a
     cache; looking at one module at a time leaves them out.
     """
-    groups = {difference.group for difference in steps.at_first}
-    if groups & {"master", "optimizer", "parameter"} and not groups & {"loss", "gradient"}:
-        scope = "optimizer"
-    else:
-        located = first_fault(_only(one, ""), _only(other, ""))
-        scope = located.module if located is not None and located.is_certain else "collectives"
-        if scope != "collectives":
-            return first_fault(_only(one, scope), _only(other, scope)) or located
-    return first_fault(_only(one, scope), _only(other, scope))
+    if steps.first is None:
+        return None
+    return locate(steps, lambda scope: first_fault(_only(one, scope), _only(other, scope)))
 
 
-def _only(records: Records, scope: str) -> Records:
-    """Records with the calls of modules, or with those in a module, or ``collectives``."""
+def _only(records: Records, scope: str | None) -> Records:
+    """Records with the calls of modules (None), or with those of the operations in a scope."""
 
     def wanted(call: Call) -> bool:
-        if not scope or not call.op:
-            return not scope and not call.op
-        if scope == "collectives":
-            return call.op.startswith("c10d")
-        return call.scope == scope or call.scope.startswith((f"{scope}.", f"{scope} "))
+        if scope is None or not call.op:
+            return scope is None and not call.op
+        return call.op.startswith("c10d") if scope == "collectives" else in_scope(call.scope, scope)
 
     return {
         rank: dataclasses.replace(record, calls=[call for call in record.calls if wanted(call)])

@@ -5,36 +5,13 @@ Waits for torch to be imported, so that helper processes that never import it st
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.util
-import sys
-from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+from ckptguard.core.after_import import after_import
 
 
-class _InstallAfterTorch(importlib.abc.MetaPathFinder):
-    """Installs the CPU stand-in right after torch is first imported."""
+def _install(_: object) -> None:
+    from ckptguard.testing import cpu_stand_in
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != "torch":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is None or spec.loader is None:
-            return spec
-        execute = spec.loader.exec_module
-
-        def exec_and_install(module: ModuleType) -> None:
-            execute(module)
-            from ckptguard.testing import cpu_stand_in
-
-            cpu_stand_in.install()
-
-        spec.loader.exec_module = exec_and_install  # type: ignore[method-assign]
-        return spec
+    cpu_stand_in.install()
 
 
-sys.meta_path.insert(0, _InstallAfterTorch())
+after_import("torch", _install)
