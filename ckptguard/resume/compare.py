@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from ckptguard.core.errors import EnvironmentFailedError, UsageError
 from ckptguard.core.watching import GROUPS, Group
 from ckptguard.resume.excuses import Context, Differing, Rule, events_by_step, explain
 from ckptguard.resume.records import Kind, RankRecord, Value, same
 from ckptguard.resume.results import Comparison, Difference
+from ckptguard.resume.wording import some
 
 Records = Mapping[int, RankRecord]
 _ORDER = {group: number for number, group in enumerate(GROUPS)}
@@ -247,14 +247,14 @@ def world_size(name: str, records: Records) -> int:
     told = {record.facts["world_size"] for record in records.values() if "world_size" in record.facts}
     if len(told) > 1:
         raise EnvironmentFailedError(
-            f"{name}: its ranks tell of worlds of {_some(sorted(told))} ranks",
+            f"{name}: its ranks tell of worlds of {some(sorted(told), _SHOWN)} ranks",
             next_step="Start every arm in a folder of its own.",
         )
     size = int(told.pop()) if told else max(records, default=-1) + 1
     absent = [rank for rank in range(size) if rank not in records]
     if absent or not records:
         raise EnvironmentFailedError(
-            f"{name}: {len(absent)} of {size} ranks recorded nothing: {_some(absent)}",
+            f"{name}: {len(absent)} of {size} ranks recorded nothing: {some(absent, _SHOWN)}",
             next_step="See the arm's log; its folder has to be visible on every node.",
         )
     return size
@@ -278,14 +278,8 @@ def refuse_short(name: str, records: Records, kind: Kind, steps: Sequence[int]) 
     last = max((event.step for event in record.events if event.kind == kind), default=None)
     what = {"step": "state after", "saved": "save after", "loaded": "load of"}[kind]
     raise EnvironmentFailedError(
-        f"{name}: {len(short)} of {len(records)} ranks did not record all that was asked for ({_some(list(short))}):"
-        f" rank {rank} has no {what} step {_some(absent)}, its last is {'none' if last is None else f'of step {last}'}"
+        f"{name}: {len(short)} of {len(records)} ranks did not record all that was asked for ({some(list(short), _SHOWN)}):"
+        f" rank {rank} has no {what} step {some(absent, _SHOWN)}, its last is {'none' if last is None else f'of step {last}'}"
         f"{'' if record.ended else ', and its stream is torn'}",
         next_step="See the arm's log.",
     )
-
-
-def _some(values: Sequence[Any]) -> str:
-    """The first few, and how many more."""
-    more = f" and {len(values) - _SHOWN} more" if len(values) > _SHOWN else ""
-    return ", ".join(map(str, values[:_SHOWN])) + more

@@ -15,6 +15,7 @@ from itertools import combinations
 from ckptguard.resume.excuses import OF_A_STEP, events_by_step
 from ckptguard.resume.records import Event, Kind, RankRecord, Value, same
 from ckptguard.resume.results import Comparison, Difference
+from ckptguard.resume.wording import ranks_text
 
 Records = Mapping[int, RankRecord]
 Place = tuple[int, str]  # rank, item
@@ -85,13 +86,6 @@ def holders(found: Sequence[Difference], one: Records) -> dict[str, list[Place]]
             if _is_telling(value) and (places := wanted.get(_text(value))) is not None:
                 places.append((rank, item))
     return wanted
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """``rank 1`` or ``ranks 0, 2``."""
-    ranks = sorted(set(ranks))
-    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
-    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks[:_SHOWN]))}{more}"
 
 
 def sort_of(difference: Difference) -> str:

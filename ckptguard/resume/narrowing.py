@@ -18,9 +18,11 @@ from ckptguard.resume.compare import compare_steps
 from ckptguard.resume.excuses import RULES
 from ckptguard.resume.results import Comparison, Culprit, Difference
 from ckptguard.resume.session import ArmFailedError, Session
+from ckptguard.resume.wording import some
 
 Rerun = Callable[[Role, str, str, int], ArmLine]  # role, name, purpose, last step
 MOST_TRIALS = 12
+_SHOWN = 3  # items of a set in a sentence
 KEEPING = "save (keeping values)"
 _GIVEN = ("batch", "rng at begin")  # what a step begins with: no module made it
 _OPTIMIZER = ("master", "optimizer", "parameter")  # what an optimizer makes of equal gradients
@@ -134,7 +136,7 @@ def narrow_state(session: Session, rerun: Rerun, loaded: Comparison, steps: Comp
     items = _items(loaded.at_first)
     gone = _items(difference for difference in loaded.at_first if difference.other is None)
     if gone:  # nothing is there that could be put right
-        session.say(f"Saved, and gone after loading: {_listed(gone)}.")
+        session.say(f"Saved, and gone after loading: {some(gone, _SHOWN)}.")
         return (_named(loaded, gone, "It was saved, and nothing of it is there after loading."),)
     try:
         keeping = rerun("save", KEEPING, f"the save again, keeping the values of {_counted(items)}", loaded.steps[0])
@@ -152,7 +154,7 @@ def narrow_state(session: Session, rerun: Rerun, loaded: Comparison, steps: Comp
         return ()
     why = f"Put right alone, step {trials.step} is equal"
     if len(needed) < len(items):
-        session.say(f"The smallest set found that is enough: {_listed(needed)}.")
+        session.say(f"The smallest set found that is enough: {some(needed, _SHOWN)}.")
         why += f"; the other {len(items) - len(needed)} items that differ do not reach it"
     return (_named(loaded, needed, f"{why}."),)
 
@@ -172,7 +174,7 @@ class _Trials:
     def equal_with(self, items: Sequence[str]) -> bool:
         """Whether the run is equal to the reference when these items hold what was saved; ``last`` is the comparison."""
         self._count += 1
-        purpose = f"resumed with {_listed(items)} put right"
+        purpose = f"resumed with {some(items, _SHOWN)} put right"
         line = self.rerun("resume", f"resume (trial {self._count})", purpose, self.step)
         records = self.session.run(line, **self.order(items))
         reference = self.session.records["reference"]
@@ -217,12 +219,7 @@ def _items(differences: Iterable[Difference]) -> tuple[str, ...]:
 
 def _named(loaded: Comparison, items: Sequence[str], why: str) -> Culprit:
     first = next(difference for difference in loaded.at_first if difference.item in set(items))
-    return Culprit("state", first.rank, first.step, _listed(items), why)
-
-
-def _listed(items: Sequence[str]) -> str:
-    more = f" and {len(items) - 3} more" if len(items) > 3 else ""
-    return ", ".join(items[:3]) + more
+    return Culprit("state", first.rank, first.step, some(items, _SHOWN), why)
 
 
 def _counted(items: Sequence[str]) -> str:
