@@ -129,6 +129,7 @@ class RankStructure:
             list per group, of its half precision parameters only. A group may be empty: all ranks have the same groups.
         expert_groups: The same of its expert parameters, which have an optimizer of their own.
         extra: Of each model chunk, the ``_extra_state`` entries of its state_dict: (name, whether it is a tensor; else None).
+        held: Names of all objects that this rank has, and loads; other ranks save some of them.
     """
 
     rank: int
@@ -140,6 +141,7 @@ class RankStructure:
     groups: tuple[tuple[LocalTensor, ...], ...] = ()
     expert_groups: tuple[tuple[LocalTensor, ...], ...] = ()
     extra: tuple[tuple[tuple[str, bool], ...], ...] = ()
+    held: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -281,13 +283,14 @@ def _rank(plain: Mapping[str, Any], groups: Sequence[list[Any]]) -> Callable[[in
 
     def make(rank: int, at: At) -> RankStructure:
         made = tuple(tuple(tensor(at) for tensor in chunk) for chunk in chunks)
-        saved = tuple(name for name, main in objects(at) if main)
+        named = objects(at)
+        saved, held = tuple(name for name, main in named if main), tuple(name for name, _ in named)
         dense, expert = (tuple(buffer(made) for buffer in kind) for kind in kinds)
         grouped = [(is_expert, tuple(made[c][n] for c, n in group)) for is_expert, group in members]
         dense_groups, expert_groups = (
             tuple(g for is_expert, g in grouped if is_expert == kind) for kind in (False, True)
         )
-        return RankStructure(rank, at, made, saved, dense, expert, dense_groups, expert_groups, extra)
+        return RankStructure(rank, at, made, saved, dense, expert, dense_groups, expert_groups, extra, held)
 
     return make
 
