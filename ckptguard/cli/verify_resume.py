@@ -183,10 +183,10 @@ def _request(
     Raises:
         UsageError: A setting makes equality impossible and was not asked to be put right.
     """
+    from ckptguard.megatron.launch_line import framework_of, parse
     from ckptguard.resume import settings
     from ckptguard.resume.arm_lines import Request, Templates, start_of
     from ckptguard.resume.injected import site_directory
-    from ckptguard.resume.launch_line import framework_of, parse
 
     parsed = parse(words)
     framework = framework_of(parsed, chosen["framework"])

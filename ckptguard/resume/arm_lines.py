@@ -13,9 +13,9 @@ from math import gcd
 from typing import Literal
 
 from ckptguard.core.errors import UsageError
+from ckptguard.megatron import launch_line
+from ckptguard.megatron.launch_line import Framework, LaunchLine
 from ckptguard.megatron.run_flags import Bridge, MegatronLM, RunFlags, Target
-from ckptguard.resume import launch_line
-from ckptguard.resume.launch_line import Framework, LaunchLine
 from ckptguard.resume.orders import ORDER_FILE, VARIABLE
 
 Role = Literal["reference", "repeat", "save", "load", "resume"]

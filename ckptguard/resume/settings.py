@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from ckptguard.core.errors import UsageError
+from ckptguard.megatron.launch_line import Framework
 from ckptguard.megatron.run_flags import flag_value, override_value
-from ckptguard.resume.launch_line import Framework
 from ckptguard.resume.results import Setting
 
 _NCCL_TOKENS = frozenset({"Ring", "CollnetDirect", "CollnetChain", "^NVLS"})

@@ -19,12 +19,12 @@ from functools import cached_property
 from pathlib import Path
 
 from ckptguard.core.errors import UsageError
+from ckptguard.megatron.launch_line import parse
 from ckptguard.resume.arm_lines import ArmLine, Request, Role, plan_rerun
 from ckptguard.resume.call_compare import Located, first_fault
 from ckptguard.resume.compare import compare_loaded, compare_steps
 from ckptguard.resume.excuses import RULES
 from ckptguard.resume.injected import site_directory
-from ckptguard.resume.launch_line import parse
 from ckptguard.resume.narrowing import locate
 from ckptguard.resume.records import Call, in_scope
 from ckptguard.resume.results import Comparison

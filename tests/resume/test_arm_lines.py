@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from ckptguard.core.errors import UsageError
+from ckptguard.megatron.launch_line import framework_of, parse
 from ckptguard.megatron.run_flags import Bridge, MegatronLM, Target, flag_value, override_value
 from ckptguard.resume.arm_lines import Request, Templates, folder_name, plan_arms, plan_rerun, start_of
-from ckptguard.resume.launch_line import framework_of, parse
 
 _LM = "torchrun --nproc-per-node 2 pretrain_gpt.py --num-layers 2 --train-iters 100"
 
@@ -245,7 +245,7 @@ def _fields(*names: str) -> set[str]:
 
 def test_bridge_knows_all_overrides():
     from ckptguard.megatron import run_flags
-    from ckptguard.resume.launch_line import _BRIDGE_SECTIONS
+    from ckptguard.megatron.launch_line import _BRIDGE_SECTIONS
 
     sections = {
         "train": "TrainingConfig", "checkpoint": "CheckpointConfig", "logger": "LoggerConfig", "validation": "ValidationConfig",

@@ -7,8 +7,8 @@ import shlex
 import pytest
 
 from ckptguard.core.errors import UsageError
-from ckptguard.resume.launch_line import command_of, framework_of, is_hydra, parse
-from ckptguard.resume.shell_text import commands
+from ckptguard.megatron.launch_line import command_of, framework_of, is_hydra, parse
+from ckptguard.megatron.shell_text import commands
 
 _GPT = "pretrain_gpt.py --num-layers 4 --train-iters 100"
 _LM = ("pretrain_gpt.py", "megatron-lm")

@@ -14,8 +14,8 @@ from pathlib import PurePath
 from typing import Literal
 
 from ckptguard.core.errors import UsageError
+from ckptguard.megatron import shell_text
 from ckptguard.megatron.run_flags import flag_value
-from ckptguard.resume import shell_text
 
 Framework = Literal["megatron-lm", "bridge", "torch"]
 FRAMEWORKS: tuple[Framework, ...] = Framework.__args__  # type: ignore[attr-defined]
