@@ -222,6 +222,8 @@ class _Sorted:
         self._tensors: dict[str, _Stored] = {}
         self._objects = {name: entry.span.file for name, entry in index.objects.items()}
         self._grid = grid
+        saved = index.facts.layout
+        self._same_stages = (saved.get("tp", 1), saved.get("pp", 1)) == (grid.tp, grid.pp)
         self._kinds = _group_kinds([*index.tensors, *index.objects], experts=experts)
         shapes = structures.global_shapes
         entries: dict[str, list[TensorEntry]] = {key: [index.tensors[key]] for key in shapes}
@@ -257,7 +259,7 @@ class _Sorted:
         shard = _SHARD.fullmatch(name)
         key, offset, shape = (shard[1], _numbers(shard[2]), _numbers(shard[3])) if shard else (name, (), ())
         if key == _RERUN and len(offset) == len(shape) == 1:
-            if shape[0] == self._grid.world:
+            if self._same_stages and shape[0] == self._grid.world:
                 self.of_rank.setdefault(offset[0], set()).add(file)
         elif key == _RNG and len(offset) == len(shape) and len(shape) in (2, 3):
             if shape[:2] == (self._grid.pp, self._grid.tp):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-_HOOK = '''
+_HOOK = """
 import os
 import sys
 
@@ -17,7 +17,7 @@ def _tell(event, args, *, rank=os.environ.get("RANK"), folder=os.environ.get("CK
 
 
 sys.addaudithook(_tell)
-'''
+"""
 
 
 def watching(folder: Path) -> dict[str, str]:
