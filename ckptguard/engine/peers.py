@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -37,10 +38,28 @@ GRACE_SECONDS = 30.0  # for a rank's threads to end once the run has failed: tor
 LINGER_SECONDS = 5.0  # for the others to hear of an error before the process, and with it maybe the store, ends
 _BEAT_SECONDS = 1.0
 _POLL_SECONDS = 0.2
+_FIRST_POLL_SECONDS = 0.02
 _LONGEST_MESSAGE = 4000
 _FAILED = "failed"
 _NEW, _LEFT = "new", "left"  # a beat before the first one, and after the last
 _AGAIN = "Put right what it names, then run the same command again, with any number of ranks: finished files are kept."
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How long the processes of a run wait for each other, and what messages call them.
+
+    Attributes:
+        arrival_seconds: For a process to come at all.
+        silence_seconds: Without a sign of life.
+        noun: What a process is to the user: "rank" or "node".
+        again: The next step after another process failed.
+    """
+
+    arrival_seconds: float = field(default_factory=lambda: ARRIVAL_SECONDS)
+    silence_seconds: float = field(default_factory=lambda: SILENCE_SECONDS)
+    noun: str = "rank"
+    again: str = _AGAIN
 
 
 class Peers(Protocol):
@@ -49,10 +68,10 @@ class Peers(Protocol):
     world: World
 
     def tell(self, key: str, text: str = "") -> None:
-        """Rank 0's word to all others."""
+        """A word to all others. A key is told once, by one rank."""
 
     def hear(self, key: str) -> str:
-        """Waits for rank 0's word."""
+        """Waits for the word that a rank tells under the key."""
 
     def arrive(self, key: str) -> None:
         """Says that this rank has come to a point."""
@@ -96,7 +115,7 @@ class Alone:
 
 
 @contextmanager
-def joined(world: World) -> Iterator[Peers]:
+def joined(world: World, terms: Terms | None = None) -> Iterator[Peers]:
     """Meets the other ranks, for a block that holds all work of a run, planning included.
 
     An error of the block is told to the others before it is raised. To be used in the main thread.
@@ -108,7 +127,7 @@ def joined(world: World) -> Iterator[Peers]:
     if world.size == 1:
         yield Alone(world)
         return
-    peers = _Joined(world)
+    peers = _Joined(world, terms or Terms())
     before = signal.signal(signal.SIGTERM, peers.on_signal)
     try:
         try:
@@ -138,8 +157,9 @@ class _Joined:
     The two talk through ``SimpleQueue``, which a signal handler may interrupt at any point, unlike a lock.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, terms: Terms) -> None:
         self.world = world
+        self._terms = terms
         self._host = socket.gethostname()
         self._others = tuple(rank for rank in range(world.size) if rank != world.rank)
         self._failure: EnvironmentFailedError | None = None
@@ -162,7 +182,7 @@ class _Joined:
         self._ask(lambda store: True)
 
     def tell(self, key: str, text: str = "") -> None:
-        """Rank 0's word to all others."""
+        """A word to all others. A key is told once, by one rank."""
 
         def said(store: Store) -> bool:
             store.set(f"word/{key}", text)
@@ -171,7 +191,7 @@ class _Joined:
         self._ask(said)
 
     def hear(self, key: str) -> str:
-        """Waits for rank 0's word."""
+        """Waits for the word that a rank tells under the key."""
         word = f"word/{key}"
         heard: str = self._ask(lambda store: store.get(word).decode() if store.check([word]) else None)
         return heard
@@ -256,7 +276,7 @@ class _Joined:
         from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
 
         world = self.world
-        limit = timedelta(seconds=ARRIVAL_SECONDS)
+        limit = timedelta(seconds=self._terms.arrival_seconds)
         store = PrefixStore("ckptguard", next(rendezvous(world.rendezvous, world.rank, world.size, timeout=limit))[0])
         for rank in self._others if world.first else (0,):
             store.compare_set(_beat(rank), "", _NEW)  # only where it is missing
@@ -286,19 +306,18 @@ class _Joined:
             self._fail(self._failed(**json.loads(store.get(_FAILED))))
 
     def _look_at_beats(self, store: Store) -> None:
+        terms = self._terms
         values = store.multi_get([_beat(rank) for rank in self._beats])
         for (rank, (before, since)), value in zip(list(self._beats.items()), values, strict=True):
             now, beat = time.monotonic(), value.decode()
             if beat != before:
                 self._beats[rank] = (beat, now)
-            elif beat == _NEW and now - since > ARRIVAL_SECONDS:
+            elif beat == _NEW and now - since > terms.arrival_seconds:
                 self._report(
-                    store, rank, "?", f"it did not come to {self.world.address} within {ARRIVAL_SECONDS:.0f} s"
+                    store, rank, "?", f"it did not come to {self.world.address} within {terms.arrival_seconds:.0f} s"
                 )
-            elif not beat.startswith((_NEW, _LEFT)) and now - since > SILENCE_SECONDS:
-                silence = (
-                    f"no sign of life for {SILENCE_SECONDS:.0f} s: it was killed, its machine is down, or it hangs"
-                )
+            elif not beat.startswith((_NEW, _LEFT)) and now - since > terms.silence_seconds:
+                silence = f"no sign of life for {terms.silence_seconds:.0f} s: it was killed, its machine is down, or it hangs"
                 self._report(store, rank, beat.partition(" ")[2], silence)
 
     def _report(self, store: Store, rank: int, host: str, message: str) -> None:
@@ -307,12 +326,13 @@ class _Joined:
         store.compare_set(_FAILED, "", json.dumps(entry))
 
     def _failed(self, rank: int, host: str, message: str) -> EnvironmentFailedError:
-        return EnvironmentFailedError(f"rank {rank} of {self.world.size} ({host}) failed: {message}", next_step=_AGAIN)
+        who = f"{self._terms.noun} {rank} of {self.world.size} ({host})"
+        return EnvironmentFailedError(f"{who} failed: {message}", next_step=self._terms.again)
 
     def _ended_by_signal(self) -> EnvironmentFailedError:
         return EnvironmentFailedError(
             "ended by SIGTERM, which torchrun sends to the ranks beside one that died, and a scheduler at the end of a job",
-            next_step=_AGAIN,
+            next_step=self._terms.again,
         )
 
     def _fail(self, error: EnvironmentFailedError) -> None:
@@ -327,13 +347,12 @@ class _Joined:
 
     def _lose(self, why: str) -> None:
         """The store is gone, with rank 0 or with the network; or it never came."""
-        what = "lost the other ranks" if self._beats else "did not meet the other ranks"
+        noun, what = self._terms.noun, "lost" if self._beats else "did not meet"
         self._fail(
             EnvironmentFailedError(
-                f"rank {self.world.rank} of {self.world.size} ({self._host}): {what} at"
-                f" {self.world.address}, where rank 0 or its launcher listens: {why}",
-                next_step="See how rank 0 ended, and whether that address is rank 0's and reachable; then run the same command"
-                " again, with any number of ranks: finished files are kept.",
+                f"{noun} {self.world.rank} of {self.world.size} ({self._host}): {what} the other {noun}s at"
+                f" {self.world.address}, where {noun} 0 or its launcher listens: {why}",
+                next_step=f"See how {noun} 0 ended, and whether that address is {noun} 0's and reachable. {self._terms.again}",
             )
         )
         self._lost = True  # after the signal: the main thread then stops catching it
@@ -341,6 +360,7 @@ class _Joined:
     def _serve(self, store: Store) -> None:
         """Answers the main thread until it is time for the next sign of life."""
         until = time.monotonic() + _BEAT_SECONDS
+        pause = _FIRST_POLL_SECONDS
         while (left := until - time.monotonic()) > 0 and not self._leaving:
             try:
                 question = self._questions.get(timeout=left)
@@ -351,7 +371,8 @@ class _Joined:
                 self._answers.put(answer)
             else:
                 self._questions.put(question)
-                time.sleep(min(_POLL_SECONDS, left))
+                time.sleep(min(pause, left))
+                pause = min(2 * pause, _POLL_SECONDS)
 
     def _say_goodbye(self, store: Store, told: str | None) -> None:
         """Says that this rank ends, and waits for the others where they may need what ends with it."""
@@ -380,10 +401,11 @@ class _Joined:
 
     def _watch_time(self) -> None:
         """Ends what has no time limit of its own: calls of a store whose process is frozen, and threads that are stuck."""
+        silence = self._terms.silence_seconds
         while not self._gone:
             now = time.monotonic()
-            if not self._lost and now - self._answered_at > SILENCE_SECONDS and self._thread.is_alive():
-                self._lose(f"no answer for {SILENCE_SECONDS:.0f} s")
+            if not self._lost and now - self._answered_at > silence and self._thread.is_alive():
+                self._lose(f"no answer for {silence:.0f} s")
             if self._failure is not None and not self._calm and now - self._failed_at > GRACE_SECONDS:
                 sys.stderr.write(f"{self._failure}\n")
                 sys.stderr.flush()
