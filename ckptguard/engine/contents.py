@@ -15,6 +15,9 @@ from ckptguard.engine.workers import SILENT, Buffers, Progress, run
 from ckptguard.formats.base import Checkpoint
 from ckptguard.formats.chunks import Located, Reader
 from ckptguard.formats.pickles import FENCE
+from ckptguard.formats.storage import Directory
+from ckptguard.formats.torch_zips import ReadAt
+from ckptguard.formats.zip_checks import is_zip, stored_records
 
 Place = tuple[TensorEntry, Chunk]
 Found = list[tuple[Place, Located]]
@@ -30,17 +33,24 @@ def check_headers(checkpoint: Checkpoint) -> tuple[list[Problem], Found]:
     found: Found = []
     with FENCE:
         for place in places(checkpoint.index):
-            entry, chunk = place
-            try:
-                found.append((place, checkpoint.reader.locate(entry, chunk)))
-            except DamagedError as error:
-                problems += placed(error, chunk.span, entry, chunk)
-            except UnsupportedError as error:
-                problems.append(_unreadable(error, chunk.span, entry.name, chunk.box))
+            located, wrong = check_chunk(checkpoint.reader, *place)
+            problems += wrong
+            if located is not None:
+                found.append((place, located))
         for blob in checkpoint.index.objects.values():
             if _in_file(checkpoint.index, blob.span):
                 problems += check_object(checkpoint.reader, blob)
     return problems, found
+
+
+def check_chunk(reader: Reader, entry: TensorEntry, chunk: Chunk) -> tuple[Located | None, list[Problem]]:
+    """Where a chunk stands in its file, if its header is what the index says of it; else what is wrong."""
+    try:
+        return reader.locate(entry, chunk), []
+    except DamagedError as error:
+        return None, placed(error, chunk.span, entry, chunk)
+    except UnsupportedError as error:
+        return None, [_unreadable(error, chunk.span, entry.name, chunk.box)]
 
 
 def check_object(reader: Reader, blob: ObjectEntry) -> list[Problem]:
@@ -63,8 +73,8 @@ def _unreadable(error: UnsupportedError, span: Span, name: str, box: Box | None)
 
 
 def _is_pickle(reader: Reader, blob: ObjectEntry) -> bool:
-    head = reader.files.read_span(Span(blob.span.file, blob.span.offset_bytes, min(2, blob.span.length_bytes)))
-    return head[:1] == b"\x80" or head == b"PK"
+    head = reader.files.read_span(Span(blob.span.file, blob.span.offset_bytes, min(1, blob.span.length_bytes)))
+    return head == b"\x80" or is_zip(reading(reader.files, blob.span), blob.span.length_bytes)
 
 
 def places(index: Index) -> Iterator[Place]:
@@ -154,6 +164,33 @@ def object_records(reader: Reader, blob: ObjectEntry) -> list[Record]:
         return []
     file, start = blob.span.file, blob.span.offset_bytes
     return [Record(Span(file, start + r.data_bytes, r.length_bytes), r.crc32) for r in records]
+
+
+def zip_records(
+    files: Directory, span: Span, *, where: str, tensor: str | None = None, memory: bytes | None = None
+) -> list[tuple[str, Record]]:
+    """All records of a zip of torch.save that fills a span, the pickle's own among them, each with its name.
+
+    Args:
+        files: The directory.
+        span: The zip, in its file.
+        where: What it is, for messages.
+        tensor: Tensor or object concerned, for the problem record.
+        memory: The zip itself, where the span holds it compressed.
+
+    Raises:
+        DamagedError: It is not a zip that torch can load (``formats.zip_checks``).
+    """
+    length = span.length_bytes if memory is None else len(memory)
+    read_at = reading(files, span) if memory is None else lambda at, count: memory[at : at + count]
+    base = span.offset_bytes if memory is None else 0
+    found = stored_records(read_at, length, where=where, file=span.file, tensor=tensor)
+    return [(r.name, Record(Span(span.file, base + r.data_bytes, r.length_bytes), r.crc32, memory)) for r in found]
+
+
+def reading(files: Directory, span: Span) -> ReadAt:
+    """Reads inside a span."""
+    return lambda at, count: files.read_span(Span(span.file, span.offset_bytes + at, count))
 
 
 def crc_matches(reader: Reader, record: Record, buffer: memoryview) -> bool:
