@@ -37,6 +37,11 @@ class Step:
         return int(self.number) if self.number.isdigit() else -1
 
     @property
+    def folder(self) -> str:
+        """Directory of a global step (megatron/training/checkpointing.py ``get_checkpoint_name``, megatron-core 0.19.2)."""
+        return f"iter_{self.iteration:07d}" if self.number.isdigit() else self.number
+
+    @property
     def title(self) -> str:
         """For people."""
         text = f"iteration {self.number}" if self.number.isdigit() else self.number
