@@ -125,9 +125,10 @@ class _Look:
 
     def at(self, copy: Copy, progress: Progress) -> Checked:
         """Everything that is found out about a copy."""
-        where, name = f"{self._places[copy.place].rstrip('/')}/{copy.path}", self._name_of(copy)
+        where, name = copy.name, self._name_of(copy)
         try:
             root = path_of(self._places[copy.place]) / copy.path.removesuffix(name)
+            where = str(root / name)
             before = _identity(root / name)
             with _alone(root, name, before[0]) as files:
                 fast = fast_digest(files, name)
