@@ -16,7 +16,7 @@ whose RNG state may have a third dim for data parallel ranks; megatron/core/dist
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -29,14 +29,15 @@ from ckptguard.layout.ranks import Grid
 from ckptguard.megatron.model_numbers import number
 from ckptguard.megatron.refusals import refuse
 from ckptguard.megatron.reshard_args import target_args
-from ckptguard.megatron.structure import RankStructure, Structures, structures_for
+from ckptguard.megatron.structure import Part, RankStructure, Structures, structures_for
 
 Files = frozenset[str]
 
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.\w+?\.(.+)")
 _GROUP = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\..+")
 _SHARD = re.compile(r"(.+)/shard_([\d.]+)_([\d.]+)")
-_RNG, _RERUN = "rng_state", "rerun_state_machine_state"
+_LAYER = re.compile(r"(.*?\blayers)\.(?:(\d+)\.)?.+")
+_RNG, _RERUN, _EXTRA = "rng_state", "rerun_state_machine_state", "._extra_state"
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +220,7 @@ class _Sorted:
         self.of_rank: dict[int, set[str]] = {}
         self._places: dict[tuple[int, int], set[str]] = {}  # (pp, tp)
         self._groups: dict[tuple[str, int], set[str]] = {}
-        self._tensors: dict[str, _Stored] = {}
+        self._layers: dict[tuple[str, int], set[str]] = {}
         self._objects = {name: entry.span.file for name, entry in index.objects.items()}
         self._grid = grid
         saved = index.facts.layout
@@ -231,6 +232,7 @@ class _Sorted:
             if name not in shapes:
                 self._sort(entry, entries)
         self._tensors = {key: _Stored(found) for key, found in entries.items()}
+        self._known_layers = {layer for rank in structures.ranks for layer in _layers_of(rank)}
         held = {name for rank in structures.ranks for name in rank.held}
         for name, file in self._objects.items():
             if name not in held and file != name:  # a side file, such as common.pt, is no data file
@@ -264,6 +266,8 @@ class _Sorted:
         elif key == _RNG and len(offset) == len(shape) and len(shape) in (2, 3):
             if shape[:2] == (self._grid.pp, self._grid.tp):
                 self._places.setdefault((offset[0], offset[1]), set()).add(file)
+        elif key.endswith(_EXTRA) and (layer := _layer_of(key, offset)) in self._known_layers:
+            self._layers.setdefault(layer, set()).add(file)  # a module that the asked Megatron has no such object for
         else:
             self.everyone.add(file)
 
@@ -273,9 +277,10 @@ class _Sorted:
         out |= self._places.get((owner.at["pp"], owner.at["tp"]), set())
         for kind in ("dense_group", "expert_group"):
             out |= self._groups.get((kind, owner.at[kind]), set())
-        for tensor in (tensor for chunk in owner.chunks for tensor in chunk):
-            for part in tensor.parts:
-                out |= self._tensors[part.key].files_of(part.box)
+        for layer in _layers_of(owner) if self._layers else ():
+            out |= self._layers.get(layer, set())
+        for part in _parts_of(owner):
+            out |= self._tensors[part.key].files_of(part.box)
         return frozenset(out)
 
 
@@ -291,6 +296,28 @@ class _Stored:
             met = (chunks[n].span.file for chunks, meetings in self._entries for n, _ in meetings.of(box))
             self._known[box] = frozenset(met)
         return self._known[box]
+
+
+def _parts_of(owner: RankStructure) -> Iterator[Part]:
+    return (part for chunk in owner.chunks for tensor in chunk for part in tensor.parts)
+
+
+def _layers_of(owner: RankStructure) -> set[tuple[str, int]]:
+    """Layers of which a rank has tensors."""
+    out = set()
+    for part in _parts_of(owner):
+        prepended = part.box.offset[: len(part.box.size) - len(part.local.size)]
+        if layer := _layer_of(part.key, prepended):
+            out.add(layer)
+    return out
+
+
+def _layer_of(key: str, prepended: Sequence[int]) -> tuple[str, int] | None:
+    """The stack and number of the layer that something is of: in its name, or its place in the first prepended dim."""
+    found = _LAYER.fullmatch(key)
+    if found is None or not (found[2] or prepended):
+        return None
+    return found[1], int(found[2]) if found[2] else prepended[0]
 
 
 def _group_kinds(names: Iterable[str], *, experts: bool) -> dict[str | None, tuple[str, ...]]:

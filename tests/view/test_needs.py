@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -35,10 +35,10 @@ ONE_EACH = {node: (node,) for node in range(4)}
 MADE_UP = Model(
     (
         Kind("embedding.weight", (64, 8), 0, where="first"),
-        Kind("qkv.weight", (16, 8), 0),
-        Kind("norm.weight", (8,), None),
-        Kind("fc1.weight", (32, 8), 0, fused=2),
-        Kind("fc2.weight", (8, 16), 1, expert=True),
+        Kind("layers.qkv.weight", (16, 8), 0),
+        Kind("layers.norm.weight", (8,), None),
+        Kind("layers.fc1.weight", (32, 8), 0, fused=2),
+        Kind("layers.fc2.weight", (8, 16), 1, expert=True),
         Kind("output.weight", (64, 8), 0, where="last"),
     ),
     layers=4,
@@ -62,13 +62,10 @@ def stored(structures: Structures) -> Index:
     return Index("torch_dist", "made up", entries, {}, {}, {}, Facts(layout={"tp": 2, "pp": 2}))
 
 
-def with_objects(index: Index, **files: str) -> Index:
-    """Objects by name, with ``__`` for a slash and ``_dot_`` for a dot."""
-    objects = {}
-    for name, file in files.items():
-        name = name.replace("__", "/").replace("_dot_", ".")
-        objects[name] = ObjectEntry(name, Span(file, 0, 1))
-    return replace(index, objects={**index.objects, **objects})
+def with_objects(index: Index, files: Mapping[str, str]) -> Index:
+    """With objects, each with its file."""
+    more = {name: ObjectEntry(name, Span(file, 0, 1)) for name, file in files.items()}
+    return replace(index, objects={**index.objects, **more})
 
 
 def lacking(index: Index, owner: RankStructure, files: frozenset[str]) -> list[tuple[str, Box]]:
@@ -120,15 +117,27 @@ def test_a_file_with_something_unknown_is_read_by_all() -> None:
     before = LoadPlan(index, target, grid, experts=False).files_of([0])
     odd = TensorEntry("lora.weight", BY_NAME["float32"], (4,), (Chunk(Box((0,), (4,)), Span("odd.distcp", 0, 1)),))
     flat = replace(
-        odd, name="optimizer.state.fp32_param.qkv.weight", chunks=(Chunk(odd.chunks[0].box, Span("flat", 0, 1)),)
+        odd,
+        name="optimizer.state.fp32_param.model.layers.qkv.weight",
+        chunks=(Chunk(odd.chunks[0].box, Span("flat", 0, 1)),),
     )
     index = with_objects(
         replace(index, tensors={**index.tensors, odd.name: odd, flat.name: flat}),
-        common_state__shard_0_1="common.distcp",
-        something="object.distcp",
+        {"common_state/shard_0_1": "common.distcp", "something": "object.distcp"},
     )
     plan = LoadPlan(index, target, grid, experts=False)
     assert plan.files_of([0]) == before | {"odd.distcp", "flat", "common.distcp", "object.distcp"}
+
+
+def test_an_object_of_a_module_goes_to_the_ranks_of_its_layer_where_megatron_does_not_speak_of_it() -> None:
+    grid = Grid(2, 2)  # layer 0 is stage 0
+    target = synthetic.structures(MADE_UP, grid, STAGES[2])
+    names = {"model.layers.norm": "n", "mtp.layers.norm": "elsewhere", "router": "no_layer"}
+    files = {f"{name}._extra_state/shard_{n}_4": f"{short}{n}" for name, short in names.items() for n in (0, 3)}
+    plan = LoadPlan(with_objects(stored(target), files), target, grid, experts=False)
+    unknown = {"elsewhere0", "elsewhere3", "no_layer0", "no_layer3"}
+    read = [{name for name in plan.files_of([rank]) if not name.startswith("__")} for rank in range(4)]
+    assert read == [{"n0", *unknown}, {"n0", *unknown}, {"n3", *unknown}, {"n3", *unknown}]
 
 
 @pytest.mark.parametrize(
@@ -143,8 +152,8 @@ def test_a_file_with_something_unknown_is_read_by_all() -> None:
 def test_states_of_ranks_are_read_where_a_rank_asks_for_their_name(grid: Grid, read: dict[int, set[str]]) -> None:
     target = synthetic.structures(MADE_UP, grid, STAGES[grid.pp])
     index = stored(synthetic.structures(MADE_UP, Grid(2, 2), STAGES[2]))
-    rng = {f"rng_state__shard_{pp}_dot_{tp}_2_dot_2": f"rng{pp}{tp}" for pp in (0, 1) for tp in (0, 1)}
-    index = with_objects(index, **rng, **{f"rerun_state_machine_state__shard_{n}_4": f"rr{n}" for n in range(4)})
+    rng = {f"rng_state/shard_{pp}.{tp}_2.2": f"rng{pp}{tp}" for pp in (0, 1) for tp in (0, 1)}
+    index = with_objects(index, rng | {f"rerun_state_machine_state/shard_{n}_4": f"rr{n}" for n in range(4)})
     plan = LoadPlan(index, target, grid, experts=False)
     for rank, files in read.items():
         assert {name for name in plan.files_of([rank]) if name.startswith("r")} == files
