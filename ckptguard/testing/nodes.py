@@ -197,7 +197,8 @@ class Cluster:
         count: How many nodes.
         workdir: An empty directory of one's own: ``node0/``, ``node1/`` ... hold the nodes' files.
         kind: None is ``namespaces`` where they are allowed, otherwise ``loopback``.
-        preload: Modules that :meth:`call` finds imported; the first call waits for them.
+        preload: Modules that :meth:`call` finds imported, or functions ``module:function`` that import them; the first call
+            waits for them.
 
     Raises:
         NotPermittedError: ``namespaces`` were asked for and are not allowed.

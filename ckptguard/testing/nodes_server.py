@@ -100,7 +100,10 @@ class Helper:
 
     def _preload(self, modules: list[str]) -> dict[str, Any]:
         for name in modules:
-            importlib.import_module(name)
+            module, _, function = name.partition(":")
+            imported = importlib.import_module(module)
+            if function:
+                getattr(imported, function)()
         if "torch" in sys.modules:
             sys.modules["torch"].set_num_threads(1)  # forks cannot use a pool of threads that was started here
         gc.freeze()

@@ -1,0 +1,85 @@
+"""The ladder of node-local checkpoints: how plain Megatron ends on every row, and what a view makes of it."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+from ckptguard.testing import ladder_rank, view_ladder
+from ckptguard.testing.nodes import Cluster
+from ckptguard.testing.view_ladder import NEWEST, ROWS, Row
+
+pytestmark = pytest.mark.megatron
+
+CLOCK_SECONDS = 5.0
+AT_ONCE_SECONDS = 4.0
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Cluster(2, workdir=tmp_path_factory.mktemp("nodes"), preload=view_ladder.PRELOAD) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def saved(real_cache: Path, cluster: Cluster) -> Path:
+    """What two nodes have after node-local saves, made once and kept."""
+    source = Path(ladder_rank.__file__).read_text()
+    key = hashlib.sha256(f"{source}{version('megatron-core')}{version('torch')}".encode()).hexdigest()[:16]
+    folder = real_cache / f"ladder-{key}"
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            staging = Path(tempfile.mkdtemp(prefix=f"{folder.name}.partial-", dir=real_cache))
+            try:
+                view_ladder.save(cluster, staging)
+                staging.rename(folder)
+            finally:
+                shutil.rmtree(staging, ignore_errors=True)
+    return folder
+
+
+def _right(rank: int) -> tuple[float, ...]:
+    return (ladder_rank.value(rank, NEWEST),)
+
+
+def test_a_save_leaves_different_files_on_each_node(saved: Path) -> None:
+    names = [{path.name for path in (saved / f"node{n}" / "ckpt").rglob("*") if path.is_file()} for n in range(2)]
+    assert names[1] == {"__1_0.distcp"}
+    assert {"__0_0.distcp", ".metadata", "metadata.json", *view_ladder.TRACKERS} <= names[0]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.letter)
+def test_plain_load_ends_as_the_row_says(row: Row, saved: Path, cluster: Cluster) -> None:
+    view_ladder.lay_out(row, saved, cluster, f"{row.letter}-plain")
+    places = [node.place(f"{row.letter}-plain") for node in cluster.nodes]
+    ends = view_ladder.load(row, cluster, places, clock_seconds=CLOCK_SECONDS)
+    for end in ends:
+        if pattern := row.errors.get(end.rank):
+            assert re.search(pattern, end.error), (end.error, end.log)
+        else:
+            assert not end.error, end.log
+            assert end.values == row.wrong.get(end.rank, _right(end.rank))
+    seconds = max(end.seconds for end in ends)
+    assert (seconds >= CLOCK_SECONDS) if row.waits else (seconds < AT_ONCE_SECONDS)
+    assert any(re.search(view_ladder.TIMED_OUT, end.error) for end in ends) == row.waits
+
+
+def test_the_last_words_before_the_long_wait(saved: Path, cluster: Cluster) -> None:
+    (row,) = (row for row in ROWS if row.letter == "H")
+    view_ladder.lay_out(row, saved, cluster, "words")
+    places = [node.place("words") for node in cluster.nodes]
+    ends = view_ladder.load(row, cluster, places, clock_seconds=1.0)
+    assert "Broadcasting TrainState from rank 0 to all 2 ranks" in ends[0].log
+    assert "Unable to load train state" not in ends[0].log
+    cluster.nodes[1].path("words/latest_train_state.pt").write_bytes(
+        cluster.nodes[0].path("words/latest_train_state.pt").read_bytes()
+    )
+    assert [end.step for end in view_ladder.load(row, cluster, places, clock_seconds=CLOCK_SECONDS)] == [NEWEST, NEWEST]
