@@ -1,6 +1,6 @@
 """The user's launch line: its launchers, the script it runs, and where arguments and variables can be added.
 
-Nothing is started and nothing read here. A line is understood as far as arms need it; what is not understood stays as it is.
+Nothing is started and nothing read here. A line is understood as far as it is needed; what is not understood stays as it is.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ class LaunchLine:
         shell_word: Index of the text that ``bash -c`` runs; None if there is none.
         arguments_end: Where in that text the script's arguments end; None if they end the line.
         launch_words: How many words belong to launchers, before the script's arguments.
+        torchrun: Options of torchrun, dashes in their names; None if the line has no torchrun that can be seen.
+        isolated: The letter of an option by which Python ignores PYTHONPATH or sitecustomize; "" if there is none.
     """
 
     words: tuple[str, ...]
@@ -63,6 +65,8 @@ class LaunchLine:
     shell_word: int | None = None
     arguments_end: int | None = None
     launch_words: int = 0
+    torchrun: tuple[str, ...] | None = None
+    isolated: str = ""
 
     @property
     def framework(self) -> Framework | None:
@@ -81,10 +85,25 @@ def _is_bridge(word: str) -> bool:
 
 
 def parse(words: Sequence[str]) -> LaunchLine:
-    """Understands a launch line.
+    """Understands a launch line whose processes are to be recorded.
 
     Raises:
         UsageError: Nothing to start, or something through which nothing can be recorded.
+    """
+    line = understand(words)
+    if line.isolated:
+        raise UsageError(
+            f"python -{line.isolated} ignores PYTHONPATH or sitecustomize, by which recording is brought in",
+            next_step=f"Take -{line.isolated} out of the line.",
+        )
+    return line
+
+
+def understand(words: Sequence[str]) -> LaunchLine:
+    """Understands a launch line.
+
+    Raises:
+        UsageError: Nothing to start, or something that starts it elsewhere.
     """
     if not words:
         raise UsageError(
@@ -126,7 +145,7 @@ def _parse(words: tuple[str, ...], begin: int, line: LaunchLine) -> LaunchLine:
     line = dataclasses.replace(line, launchers=(*line.launchers, name))
     if name in _ELSEWHERE:
         raise UsageError(
-            f"{name} starts the run elsewhere, where it can neither be recorded nor waited for",
+            f"{name} starts the run elsewhere, where it can neither be followed nor waited for",
             next_step=f"Start ckptguard on the other side of {name}, around the training command itself.",
         )
     if name in _TORCHRUN:
@@ -168,12 +187,8 @@ def _python(words: tuple[str, ...], at: int, line: LaunchLine) -> LaunchLine:
     while at < len(words) and words[at].startswith("-") and words[at] != "-":
         option = words[at]
         letters = "" if option.startswith(("--", "-W", "-X")) else option[1:]
-        blocked = next((letter for letter in letters.partition("m")[0].partition("c")[0] if letter in "EIS"), None)
-        if blocked:
-            raise UsageError(
-                f"python -{blocked} ignores PYTHONPATH or sitecustomize, by which recording is brought in",
-                next_step=f"Take -{blocked} out of the line.",
-            )
+        blocked = [letter for letter in letters.partition("m")[0].partition("c")[0] if letter in "EIS"]
+        line = dataclasses.replace(line, isolated="".join([line.isolated, *blocked])[:1])
         if letters.endswith("m") and at + 1 < len(words):
             if words[at + 1] in _TORCHRUN:
                 launchers = (*line.launchers[:-1], words[at + 1])
@@ -196,7 +211,7 @@ def _torchrun(words: tuple[str, ...], at: int, line: LaunchLine) -> LaunchLine:
     nodes = 1 if "--standalone" in options else _count(flag_value(options, "--nnodes") or "1")
     each = _count(flag_value(options, "--nproc-per-node") or "1")
     world = nodes * each if nodes is not None and each is not None else None
-    line = dataclasses.replace(line, nodes=nodes, world=world)
+    line = dataclasses.replace(line, nodes=nodes, world=world, torchrun=tuple(options))
     if "--no-python" in options:
         return _parse(words, at, line)
     return _script(words, at, line)

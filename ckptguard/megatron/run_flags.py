@@ -8,7 +8,7 @@ of a line wins over what stands in it. Pure: nothing of Megatron is imported.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -52,6 +52,21 @@ class RunFlags(Protocol):
 
     def added(self, arguments: Sequence[str], target: Target) -> tuple[str, ...]:
         """What to add at the end of the arguments."""
+
+    def loading(self, arguments: Sequence[str], folder: str, step: int | None = None) -> tuple[str, ...]:
+        """What makes a run start from the newest step in a folder, and end where there is none.
+
+        Args:
+            arguments: The script's own; what they say otherwise is overridden.
+            folder: Where checkpoints are.
+            step: That newest step, said only where the arguments name one.
+        """
+
+    def loading_local(self, folder: str) -> tuple[str, ...]:
+        """What makes a run start from local checkpoints, one file per rank, in a folder. New ones are saved there too."""
+
+    def local_interval(self, arguments: Sequence[str]) -> int | None:
+        """Steps between non-persistent saves, if the arguments say so."""
 
 
 def flag_value(arguments: Sequence[str], *names: str) -> str | None:
@@ -155,14 +170,26 @@ class MegatronLM:
         elif given("--save"):
             added += ["--save="]
         if target.load_from is not None:
-            added += ["--load", target.load_from, "--exit-on-missing-checkpoint"]
-            if target.load_step is not None and (target.hidden or target.load_older or given("--ckpt-step")):
-                added += ["--ckpt-step", str(target.load_step)]
+            says = ("--ckpt-step",) if target.hidden or target.load_older else ()
+            added += self.loading((*arguments, *says), target.load_from, target.load_step)
         for name, folder_name in _LM_FOLDERS.items():
             if given(name) or (name == "--wandb-save-dir" and given("--wandb-project", "--wandb-exp-name")):
                 added += [name, f"{target.scratch}/{folder_name}"]
         added += ["--non-persistent-save-interval", "0"] if given("--non-persistent-save-interval") else []
         return tuple(added)
+
+    def loading(self, arguments: Sequence[str], folder: str, step: int | None = None) -> tuple[str, ...]:
+        """``--load``; ``--ckpt-step`` would otherwise be looked for in the folder."""
+        named = step is not None and flag_value(arguments, "--ckpt-step") is not None
+        return ("--load", folder, "--exit-on-missing-checkpoint", *(("--ckpt-step", str(step)) if named else ()))
+
+    def loading_local(self, folder: str) -> tuple[str, ...]:
+        """The manager is made with this directory and no session (megatron/training/training.py, pretrain)."""
+        return "--non-persistent-ckpt-type", "local", "--non-persistent-local-ckpt-dir", folder
+
+    def local_interval(self, arguments: Sequence[str]) -> int | None:
+        """``--non-persistent-save-interval``."""
+        return _number(flag_value(arguments, "--non-persistent-save-interval"))
 
 
 _BRIDGE_REFUSED = {
@@ -232,9 +259,8 @@ class Bridge:
         else:
             added += ["checkpoint.save=null", "checkpoint.async_save=false"]
         if target.load_from is not None:
-            added += [f"checkpoint.load={_quoted(target.load_from)}", "checkpoint.exit_on_missing_checkpoint=true"]
-            if target.load_step is not None and (target.load_older or given("checkpoint.ckpt_step")):
-                added += [f"checkpoint.ckpt_step={target.load_step}"]
+            says = ("checkpoint.ckpt_step=0",) if target.load_older else ()
+            added += self.loading((*arguments, *says), target.load_from, target.load_step)
         for name, folder_name in _BRIDGE_FOLDERS.items():
             if given(name) or (name == "logger.wandb_save_dir" and given("logger.wandb_project")):
                 added += [f"{name}={_quoted(f'{target.scratch}/{folder_name}')}"]
@@ -245,7 +271,28 @@ class Bridge:
         )
         return tuple(added)
 
+    def loading(self, arguments: Sequence[str], folder: str, step: int | None = None) -> tuple[str, ...]:
+        """``checkpoint.load``; ``checkpoint.ckpt_step`` would otherwise be looked for in the folder."""
+        added = [f"checkpoint.load={_quoted(folder)}", "checkpoint.exit_on_missing_checkpoint=true"]
+        if step is not None and override_value(arguments, "checkpoint.ckpt_step") not in (None, "null"):
+            added += [f"checkpoint.ckpt_step={step}"]
+        return tuple(added)
+
+    def loading_local(self, folder: str) -> tuple[str, ...]:
+        """The manager is made with this directory and no session (bridge/training/checkpointing.py)."""
+        return (
+            "checkpoint.non_persistent_ckpt_type=local",
+            f"checkpoint.non_persistent_local_ckpt_dir={_quoted(folder)}",
+        )
+
+    def local_interval(self, arguments: Sequence[str]) -> int | None:
+        """``checkpoint.non_persistent_save_interval``."""
+        return _number(override_value(arguments, "checkpoint.non_persistent_save_interval"))
+
 
 def _quoted(path: str) -> str:
     """A value as Hydra's override grammar takes it."""
     return path if _HYDRA_PLAIN.fullmatch(path) else "'" + path.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+FLAGS: Mapping[str, RunFlags] = {"megatron-lm": MegatronLM(), "bridge": Bridge()}

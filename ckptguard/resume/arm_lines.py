@@ -15,13 +15,12 @@ from typing import Literal
 from ckptguard.core.errors import UsageError
 from ckptguard.megatron import launch_line
 from ckptguard.megatron.launch_line import Framework, LaunchLine
-from ckptguard.megatron.run_flags import Bridge, MegatronLM, RunFlags, Target
+from ckptguard.megatron.run_flags import FLAGS, Target
 from ckptguard.resume.orders import ORDER_FILE, VARIABLE
 
 Role = Literal["reference", "repeat", "save", "load", "resume"]
 CHECKPOINTS = "checkpoints"  # folder inside the save arm's
 
-_FLAGS: dict[Framework, RunFlags] = {"megatron-lm": MegatronLM(), "bridge": Bridge()}
 _PURPOSES: dict[Role, str] = {
     "reference": "the run without an interruption",
     "repeat": "the same again: is the run deterministic at all?",
@@ -166,7 +165,7 @@ def plan_rerun(request: Request, role: Role, *, name: str, purpose: str, end: in
 
 def start_of(line: LaunchLine, framework: Framework) -> tuple[str | None, int | None]:
     """The checkpoint folder that the user's run starts from, and the step if the line names one."""
-    flags = _FLAGS.get(framework)
+    flags = FLAGS.get(framework)
     return flags.start(line.arguments) if flags else (None, None)
 
 
@@ -186,7 +185,7 @@ def check(request: Request) -> None:
         )
     if request.resume_from is not None and request.resume_from not in saves:
         raise UsageError(f"nothing is saved after step {request.resume_from} to resume from, but after {list(saves)}")
-    flags = _FLAGS.get(request.framework)
+    flags = FLAGS.get(request.framework)
     if flags is None:
         if request.templates is None:
             raise UsageError(
@@ -246,7 +245,7 @@ def folder_name(name: str) -> str:
 
 
 def _added(request: Request, role: Role, end_step: int, folder: str, checkpoints: str) -> tuple[str, ...]:
-    flags = _FLAGS.get(request.framework)
+    flags = FLAGS.get(request.framework)
     if flags is None:
         return _filled(request, role, end_step, checkpoints)
     loads = role in ("load", "resume")
