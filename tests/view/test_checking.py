@@ -222,6 +222,14 @@ def test_flips_anywhere_in_shards_are_found_or_harmless(small: Node, number: int
     assert unseen_flips(small, name, bits) < 30
 
 
+def test_an_object_whose_first_bytes_change_is_not_taken_for_raw_state(small: Node) -> None:
+    blob = next(o for o in read_table(Directory(small.step)).objects.values() if o.span.length_bytes > 100)
+    sound = (small.step / blob.span.file).read_bytes()
+    for bit in range(32):
+        (small.step / blob.span.file).write_bytes(flipped(sound, 8 * blob.span.offset_bytes + bit))
+        assert blob.name in small.problems(blob.span.file)[0]
+
+
 def test_a_flip_is_placed(small: Node) -> None:
     name = small.shards[0]
     with open_checkpoint(small.step) as checkpoint:
