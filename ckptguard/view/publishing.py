@@ -143,7 +143,8 @@ class Site:
             own.unlink()
             found = os.listdir(self.versions)
         mark = f"{_PROBE}{run_id}-"
-        return tuple(sorted(int(name[len(mark) :]) for name in found if name.startswith(mark)))
+        nodes = [name.removeprefix(mark) for name in found if name.startswith(mark)]
+        return tuple(sorted(int(node) for node in nodes if node.isdigit()))
 
     def remove_probe(self, run_id: str, node: int) -> None:
         """Takes the sign away. May be called again."""
