@@ -159,6 +159,7 @@ class Server:
     def __init__(self, address: str, token: str) -> None:
         self.url = ""
         self.state = ""
+        self._told: set[str] = set()
         self.served_bytes = 0
         self._address = address
         self._authorization = f"Bearer {token}".encode()
@@ -186,6 +187,18 @@ class Server:
             self._tell(self._ending.set)
             self._thread.join()
             self._thread = None
+
+    def settle(self, state: str, *, unless_told: str) -> bool:
+        """Changes the state, unless a node has been told another one on which it has acted already.
+
+        Returns:
+            Whether it was changed.
+        """
+        with self._lock:
+            if unless_told in self._told:
+                return False
+            self.state = state
+            return True
 
     def offer(self, name: str, path: Path, digest: Digest, stamp: Stamp | None = None) -> None:
         """Lets the other nodes read a file; takes the place of an earlier offer of that name.
@@ -267,9 +280,9 @@ class Server:
             started.set_result(None)
             await self._ending.wait()
         except BaseException as error:
-            if not started.done():
-                started.set_exception(error)
-            raise
+            if started.done():
+                raise
+            started.set_exception(error)  # raised where the server was to be started
         finally:
             await runner.cleanup()
 
@@ -280,7 +293,9 @@ class Server:
         if request.method not in ("GET", "HEAD"):
             return _text(405, "read-only", {"Allow": "GET, HEAD"})
         if request.path == STATE:
-            return _text(200, self.state)
+            with self._lock:
+                self._told.add(self.state)
+                return _text(200, self.state)
         name = request.path.removeprefix(FILES) if request.path.startswith(FILES) else ""
         offer = self._offers.get(name)
         if offer is None:

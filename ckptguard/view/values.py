@@ -197,12 +197,14 @@ class Delivered:
             attempt had it); "" if it failed.
         moved_bytes: Bytes that were read from a disk, a store or a node and written here.
         problem: What failed, in a sentence; "" if nothing did.
+        unreachable: It failed for want of a connection, not for what the file is.
     """
 
     name: str
     how: str
     moved_bytes: int = 0
     problem: str = ""
+    unreachable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
