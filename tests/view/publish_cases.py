@@ -77,22 +77,26 @@ def tree(root: Path) -> dict[str, bytes]:
     return {p.relative_to(root).as_posix(): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
 
 
+def whole(path: Path) -> None:
+    """Finds that a version has all its files, as its record and its trackers have it."""
+    step = read_record(path).agreement.step
+    there = tree(path)
+    assert there.pop("latest_checkpointed_iteration.txt") == step.number.encode()
+    assert set(there) == {*files_of(step), "ckptguard-view.json"}
+    assert all(there[name] == data for name, data in files_of(step).items())
+
+
 def current_whole(site: Site) -> str:
-    """Name of the current version, which is found to be whole and read-only; "" if there is no view."""
+    """Name of the current version, which is found to be whole and read-only, as all others are whole; "" if there is none."""
+    for name in site.names():
+        whole(site.versions / name)
     if not os.path.lexists(site.view):
         return ""
     current = site.current()
     assert current is not None
     assert site.view.resolve() == current.path
-    record = read_record(site.view)
-    number = record.agreement.step.number
-    there = tree(site.view)
-    assert there.pop("latest_checkpointed_iteration.txt") == number.encode()
-    assert set(there) == {*files_of(record.agreement.step), "ckptguard-view.json"}
-    assert all(there[name] == data for name, data in files_of(record.agreement.step).items())
-    assert not any(
-        folder.stat().st_mode & 0o222 for folder in [current.path, *filter(Path.is_dir, current.path.rglob("*"))]
-    )
+    folders = [current.path, *filter(Path.is_dir, current.path.rglob("*"))]
+    assert not any(folder.stat().st_mode & 0o222 for folder in folders)
     return current.name
 
 
