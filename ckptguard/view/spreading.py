@@ -27,12 +27,12 @@ def spread(name: str, digest: Digest, nodes: Sequence[int], sound: Sequence[Copy
         digest: What it must be.
         nodes: Those that need it.
         sound: Copies that were found sound: a node that has one takes its own.
-        source: The one that the other nodes get it from.
+        source: The one that the other nodes get it from; its own node reads it too.
 
     Returns:
         A delivery per node.
     """
-    own = {copy.node: copy for copy in reversed(sound)}
+    own = {source.node: source} | {copy.node: copy for copy in reversed(sound)}
     out = [Delivery(name, node, digest, own[node]) for node in nodes if node in own]
     lacking = [node for node in nodes if node not in own]
     turn = _turn(name) % len(lacking) if lacking else 0
