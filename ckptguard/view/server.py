@@ -276,15 +276,23 @@ class Server:
         runner = web.ServerRunner(server, shutdown_timeout=1)
         try:
             await runner.setup()
-            await web.SockSite(runner, listening).start()
+            site = web.SockSite(runner, listening)
+            await site.start()
             started.set_result(None)
             await self._ending.wait()
+            await site.stop()
+            await asyncio.sleep(0.01)  # what was accepted just now is a connection by then
         except BaseException as error:
             if started.done():
                 raise
             started.set_exception(error)  # raised where the server was to be started
         finally:
+            transports = [connection.transport for connection in server.connections]
             await runner.cleanup()
+            for transport in transports:
+                if transport is not None:
+                    transport.abort()  # a client that does not read would keep it open
+            await asyncio.sleep(0)  # the loop closes them in its next round
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").encode(errors="replace")
