@@ -115,7 +115,7 @@ class Collecting:
 
     def _is_here(self, copy: Copy) -> bool:
         """Whether it stands on a disk that its node reads without asking a shared file system or a store."""
-        return copy.place == 0 or copy.place == self._staged(copy.node)
+        return copy.place in (0, self._reports[copy.node].earlier, self._staged(copy.node))
 
     def _staged(self, node: int) -> int:
         """Number of the place that stands for a node's staging directory."""
@@ -249,7 +249,7 @@ class Collecting:
     def _refuse_full(self, deliveries: Sequence[Delivery]) -> None:
         """Raises if a node has too little room for what cannot be linked."""
         for node, report in self._reports.items():
-            ours = [d for d in deliveries if d.node == node and (d.via is not None or d.copy.place > 0)]
+            ours = [d for d in deliveries if d.node == node and (d.via is not None or not self._is_here(d.copy))]
             needed_bytes = sum(d.digest.size_bytes for d in ours)
             if needed_bytes > report.free_bytes:
                 lacks = f"{needed_bytes} bytes are missing there, and {report.free_bytes} bytes are free"

@@ -232,6 +232,7 @@ class _Surveyor:
         self._options = options
         self._progress = progress
         self.node = options.nodes.number
+        self._looked_at = options.places
 
     def do(self, order: Order) -> Answer:
         """Carries an order out."""
@@ -254,7 +255,7 @@ class _Surveyor:
     def _look(self) -> NodeReport:
         options = self._options
         return survey(
-            self.node, options.nodes.host, options.places, step=options.step, wait_seconds=options.wait_seconds
+            self.node, options.nodes.host, self._looked_at, step=options.step, wait_seconds=options.wait_seconds
         )
 
 
@@ -275,6 +276,8 @@ class _Worker(_Surveyor):
         super().__init__(options, progress)
         self._site, self._server, self._staging, self._token, self._sees = site, server, staging, token, sees
         self._notes = notes
+        if (earlier := site.current()) is not None and earlier.path.is_dir():
+            self._looked_at = (*options.places, str(earlier.path))
         self._urls: Mapping[int, str] = {}
         self._stamps: dict[Copy, Stamp] = {}
         self._delivered: dict[str, Delivered] = {}
@@ -283,17 +286,13 @@ class _Worker(_Surveyor):
 
     @property
     def _places(self) -> tuple[str, ...]:
-        """The places, and the staging directory as the last one."""
-        return (*self._options.places, str(self._staging))
+        """Where it looks, and the staging directory as the last one."""
+        return (*self._looked_at, str(self._staging))
 
     def do(self, order: Order) -> Answer:
         """Carries this node's part of an order out."""
         if order.verb == "survey":
-            report = self._look()
-            free_bytes = self._site.free_bytes()
-            notes = (*self._notes, *report.notes)
-            report = replace(report, url=self._server.url, free_bytes=free_bytes, sees=self._sees, notes=notes)
-            return Answer(self.node, report=report)
+            return Answer(self.node, report=self._look())
         if order.verb == "needs":
             return Answer(self.node, needs=self._needs(order) if self.node == 0 else None)
         if order.verb in ("check", "compare"):
@@ -307,6 +306,21 @@ class _Worker(_Surveyor):
         elif order.verb == "confirm":
             self._confirm()
         return Answer(self.node)
+
+    def _look(self) -> NodeReport:
+        """As of the base; an earlier version of the view is a place too, but its trackers say nothing of what is wanted."""
+        given = len(self._options.places)
+        report = super()._look()
+        trackers = {where: said for where, said in report.trackers.items() if int(where.partition(":")[0]) < given}
+        return replace(
+            report,
+            trackers=trackers,
+            url=self._server.url,
+            free_bytes=self._site.free_bytes(),
+            earlier=given if len(self._looked_at) > given else None,
+            sees=self._sees,
+            notes=(*self._notes, *report.notes),
+        )
 
     def result(self, order: Order, outcome: Outcome | None) -> Result:
         """As of the base, with what this node published and how its files came."""

@@ -33,8 +33,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckptguard.core.errors import DamagedError, EnvironmentFailedError, UsageError
-from ckptguard.core.writing import check_relative
+from ckptguard.core.errors import EnvironmentFailedError, UsageError
 from ckptguard.engine.write_calls import sync_directory, writing
 from ckptguard.formats.remote import RemotePath, path_of
 from ckptguard.formats.trackers import TRAIN_STATE, tracker_files
@@ -42,7 +41,7 @@ from ckptguard.view import records
 from ckptguard.view.directories import REMOVING, make_writable, remove_all_but, remove_tree, seal
 from ckptguard.view.locks import locked
 from ckptguard.view.records import Publication
-from ckptguard.view.values import Agreement, Digest, Step
+from ckptguard.view.values import Agreement, Step
 
 _VERSION = re.compile(r"(?:\d{7,}|release)-[0-9a-f]{4,}")
 _PROBE = ".probe-"
@@ -211,38 +210,6 @@ class Site:
         with writing(self.versions):
             for path in self.versions.glob(f"{_PROBE}*"):
                 path.unlink(missing_ok=True)
-
-    def reuse(self, files: Mapping[str, Digest]) -> tuple[str, ...]:
-        """Hard-links files that confirmed versions hold into the staging directory, as if an earlier attempt had left them.
-
-        By their records only: their bytes are not read.
-
-        Args:
-            files: Digest by name.
-
-        Returns:
-            The names that were linked.
-        """
-        linked = []
-        for name in self.names():
-            version = Version(self, name)
-            try:
-                held = records.read_record(version.path).agreement.files if version.publication().confirmed else {}
-            except DamagedError:
-                continue
-            linked += [n for n, digest in files.items() if held.get(n) == digest and self._link(version.path / n, n)]
-        return tuple(linked)
-
-    def _link(self, source: Path, name: str) -> bool:
-        check_relative(name)
-        target = self.staging / name
-        with writing(target):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                os.link(source, target, follow_symlinks=False)
-            except (FileExistsError, FileNotFoundError):  # of this version, another node needed it
-                return False
-        return True
 
     def finish(self, agreement: Agreement, node: int) -> Version:
         """Makes the staging directory a version: only what the agreement names for the node, trackers, the record, read-only.

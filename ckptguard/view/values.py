@@ -99,12 +99,13 @@ class NodeReport:
     Attributes:
         node: Number of the node, from 0.
         host: Its name, for messages.
-        places: Its places, as the user gave them.
+        places: Its places, as the user gave them; then an earlier version of the view, if there is one.
         url: Where its server answers, without the token; "" where none was started.
         trackers: What each tracker file says, by its path relative to the place: ``0:latest_checkpointed_iteration.txt``.
         found: Steps, newest first.
         notes: What people should know: waits for a network file system, a place that is empty or not there.
         free_bytes: Free where the view is to stand.
+        earlier: Number of the place that is an earlier version of the view; None without.
         sees: Nodes whose probe this node finds beside the view: more than its own where the view's directory is shared.
     """
 
@@ -116,6 +117,7 @@ class NodeReport:
     found: tuple[FoundStep, ...] = ()
     notes: tuple[str, ...] = ()
     free_bytes: int = 0
+    earlier: int | None = None
     sees: tuple[int, ...] = ()
 
 

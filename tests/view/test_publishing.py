@@ -181,22 +181,6 @@ def test_what_an_earlier_prepare_did_not_confirm_is_taken_back(site: Site) -> No
         assert stage(site, files_of()) == list(files_of())
 
 
-def test_files_of_confirmed_versions_are_used_again(site: Site) -> None:
-    confirmed(site, "20", "aaaa")
-    files = {**files_of(), "iter_0000020/__0_0.distcp": b"of another save!"}
-    with site.hold():
-        site.recover()
-        stage(site, {"iter_0000020/metadata.json": files["iter_0000020/metadata.json"]})
-        linked = site.reuse(agreement_on(files).files)
-        assert set(linked) == {"iter_0000020/.metadata", "iter_0000020/energon/state.pt"}
-        stage(site, files)
-        site.finish(agreement_on(files), 1).publish()
-    assert tree(site.view)["iter_0000020/__0_0.distcp"] == b"of another save!"
-    old, new = (v for v in sorted(views(site.view), key=lambda v: v.current))
-    shared = sum(len(files[name]) for name in linked)
-    assert (old.size_bytes - old.own_bytes, new.size_bytes - new.own_bytes) == (shared, shared)
-
-
 # What stands at the path
 
 
