@@ -207,7 +207,7 @@ def _torchrun(words: tuple[str, ...], at: int, line: LaunchLine) -> LaunchLine:
     while at < len(words) and words[at].startswith("-"):
         name = words[at].partition("=")[0].replace("_", "-")
         at += 1 if "=" in words[at] or name in _TORCHRUN_SWITCHES else 2
-    options = [word.replace("_", "-", word.partition("=")[0].count("_")) for word in words[begin:at]]
+    options = [_with_dashes(word) if word.startswith("-") else word for word in words[begin:at]]
     nodes = 1 if "--standalone" in options else _count(flag_value(options, "--nnodes") or "1")
     each = _count(flag_value(options, "--nproc-per-node") or "1")
     world = nodes * each if nodes is not None and each is not None else None
@@ -215,6 +215,11 @@ def _torchrun(words: tuple[str, ...], at: int, line: LaunchLine) -> LaunchLine:
     if "--no-python" in options:
         return _parse(words, at, line)
     return _script(words, at, line)
+
+
+def _with_dashes(option: str) -> str:
+    name, equals, value = option.partition("=")
+    return f"{name.replace('_', '-')}{equals}{value}"
 
 
 def _counted(line: LaunchLine, name: str, options: Sequence[str]) -> LaunchLine:

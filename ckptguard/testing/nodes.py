@@ -268,13 +268,22 @@ class Cluster:
         with self._ordering:
             self._warm()
 
-    def call(self, node: Node, target: str, args: Sequence[Any] = (), *, env: Mapping[str, str] | None = None) -> Call:
+    def call(
+        self,
+        node: Node,
+        target: str,
+        args: Sequence[Any] = (),
+        *,
+        argv: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> Call:
         """Run a function on a node, in a fork of a process that has imported the preloaded modules.
 
         Args:
             node: Where.
             target: ``package.module:function``. An int that it returns is the exit code, an exception is code 1.
             args: Its arguments, as plain as JSON.
+            argv: What it finds in ``sys.argv`` after the program's name.
             env: Variables beside those of :meth:`Node.environment`.
         """
         number = next(self._calls)
@@ -282,8 +291,8 @@ class Cluster:
         out.touch()
         err.touch()
         order = {
-            "do": "call", "node": node.number, "target": target, "args": list(args), "cwd": str(node.place("")),
-            "env": node.environment() | dict(env or {}), "out": str(out), "err": str(err),
+            "do": "call", "node": node.number, "target": target, "args": list(args), "argv": list(argv),
+            "cwd": str(node.place("")), "env": node.environment() | dict(env or {}), "out": str(out), "err": str(err),
         }  # fmt: skip
         with self._ordering:
             self._warm()

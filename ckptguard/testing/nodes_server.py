@@ -155,7 +155,7 @@ def _child(order: dict[str, Any], holder: int | None, told: int) -> None:
         os.environ.update(order["env"])
         os.chdir(order["cwd"])
         module, _, name = order["target"].partition(":")
-        sys.argv = [module]
+        sys.argv = [module, *order["argv"]]
         result = getattr(importlib.import_module(module), name)(*order["args"])
         code = result if isinstance(result, int) else 0
     except SystemExit as error:

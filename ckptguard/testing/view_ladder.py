@@ -9,6 +9,7 @@ everybody waits for the whole clock.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -229,6 +230,40 @@ def load(
     }
     function, more = arguments[row.loader]
     return _ranks(cluster, function, [[str(place), *more] for place in places], clock_seconds)
+
+
+def misses(row: Row, ends: Sequence[Loaded], clock_seconds: float) -> list[str]:
+    """In what a plain load did not end as the row says, in sentences."""
+    out = []
+    for end in ends:
+        pattern = row.errors.get(end.rank)
+        if pattern is None and end.error:
+            out.append(f"rank {end.rank} should load: {end.log}")
+        elif pattern is not None and not re.search(pattern, end.error):
+            out.append(f"rank {end.rank} should fail with {pattern}: {end.log}")
+        elif pattern is None and end.values != row.wrong.get(end.rank, right(end.rank, NEWEST)):
+            out.append(f"rank {end.rank} holds {end.values}")
+    slowest_seconds = max(end.seconds for end in ends)
+    timed_out = any(re.search(TIMED_OUT, end.error) for end in ends)
+    if row.waits != timed_out or row.waits != (slowest_seconds >= clock_seconds):
+        out.append(f"ended after {slowest_seconds:.1f} s of {clock_seconds:g} s")
+    return out
+
+
+def misses_in_view(ends: Sequence[Loaded], step: int) -> list[str]:
+    """What is not as from a truly shared directory after a load from a view, in sentences."""
+    return [
+        f"rank {end.rank} chose step {end.step} and holds {end.values}: {end.log}"
+        for end in ends
+        if end.error or end.step != step or end.values != right(end.rank, step)
+    ]
+
+
+def right(rank: int, step: int) -> tuple[float, ...]:
+    """The different values that a rank's part of ``w`` had when it was saved."""
+    from ckptguard.testing import ladder_rank
+
+    return (ladder_rank.value(rank, step),)
 
 
 def prepare(

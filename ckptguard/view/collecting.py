@@ -17,6 +17,7 @@ Orders = Generator[Order, tuple[Answer, ...]]
 Collected = Mapping[int, Mapping[str, Delivered]]
 
 
+_BLOCK_BYTES = 1 << 20  # of files whose digest is not known yet
 _UNREACHABLE = (
     "Check the network between the nodes (--interface chooses the one that is used), then run the command again."
 )
@@ -52,6 +53,7 @@ class Collecting:
         self._from: dict[int, dict[str, str]] = {report.node: {} for report in reports}
         self._load: dict[int, int] = {}
         self._urls = {report.node: report.url for report in reports}
+        self._afresh: set[tuple[int, str]] = set()
         self._pulled: dict[Copy, tuple[Copy, Delivered]] = {}
 
     def bring(self, wanted: Mapping[str, Sequence[int]], label: str) -> Orders:
@@ -132,7 +134,8 @@ class Collecting:
             near = [copy for copy in copies if copy.place == first and copy.node in nodes]
             chosen = origin(name, near or [copy for copy in copies if copy.place == first], self._load)
             self._load[chosen.node] = self._load.get(chosen.node, 0) + chosen.size_bytes
-            out.append(Delivery(name, chosen.node, Digest(chosen.size_bytes, ""), chosen))
+            unknown = Digest(chosen.size_bytes, "", _BLOCK_BYTES)
+            out.append(Delivery(name, chosen.node, unknown, chosen, afresh=(chosen.node, name) in self._afresh))
         return out
 
     def _origin(self, name: str, nodes: Sequence[int]) -> Copy:
@@ -199,7 +202,7 @@ class Collecting:
         whence = f"node {delivery.via} ({self._reports[delivery.via].host})" if delivery.via is not None else ""
         whence = whence or self._reports[node].places[source.place]
         self._from[node][name] = "kept from an earlier attempt" if one.how == "kept" else f"{one.how} from {whence}"
-        if delivery.digest.blake3:
+        if delivery.digest.is_known:
             self._have[node][name] = one
             return
         staged = Copy(node, self._staged(node), name, name, source.size_bytes)
@@ -220,6 +223,12 @@ class Collecting:
 
     def _drop(self, copy: Copy, problems: Sequence[str]) -> None:
         """Does without a copy; a source that gave a bad one is the same for all nodes."""
+        if (
+            copy in self._pulled and self._pulled[copy][1].how == "kept"
+        ):  # an earlier attempt's: the source may be sound
+            self._afresh.add((copy.node, copy.name))
+            self._copies[copy.name].remove(copy)
+            return
         source = self._pulled[copy][0] if copy in self._pulled else copy
         report = self._reports[source.node]
         where = f"node {source.node} ({report.host}), {report.places[source.place]}"

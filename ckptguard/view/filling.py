@@ -180,6 +180,8 @@ class Filling:
 
     def _absent(self, unit: Unit, handle: int, buffer: memoryview) -> list[int]:
         """Blocks of a unit that the file does not hold yet."""
+        if not self.digest.is_known:
+            return list(range(unit.first, unit.stop))
         absent: list[int] = []
         for first, stop in self._windows(range(unit.first, unit.stop)):
             begin, end = self._span(first, stop)
@@ -324,7 +326,9 @@ def differing(digest: Digest, blocks: bytes, first: int, view: memoryview) -> li
         first: Number of the block with which the view begins.
         view: Whole blocks; the file's last one may be shorter.
     """
-    size, wrong = digest.block_bytes, []
+    size, wrong = digest.block_bytes, list[int]()
+    if not digest.is_known:
+        return wrong
     for at in range(0, len(view), size):
         number = first + at // size
         expected = int.from_bytes(blocks[8 * number : 8 * number + 8], "little")
@@ -338,7 +342,7 @@ def digest_problem(digest: Digest) -> str:
     if digest.size_bytes < 0 or digest.block_bytes < 0 or digest.block_bytes > UNIT_BYTES:
         return f"its digest has {digest.size_bytes} bytes in blocks of {digest.block_bytes}"
     count = -(-digest.size_bytes // digest.block_bytes) if digest.block_bytes else 0
-    if len(digest.blocks) != 16 * count:
+    if digest.is_known and len(digest.blocks) != 16 * count:
         return f"its digest has {len(digest.blocks) / 16:g} block digests, {count} expected"
     return ""
 
@@ -350,6 +354,11 @@ def _own(path: Path) -> bool:
     except FileNotFoundError:
         return False
     return stat.S_ISREG(status.st_mode) and status.st_nlink == 1
+
+
+def is_own(path: Path, size_bytes: int) -> bool:
+    """Whether a whole file of that size is there that nobody else has."""
+    return _own(path) and path.lstat().st_size == size_bytes
 
 
 def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:

@@ -30,6 +30,7 @@ from ckptguard.view.filling import (
     SourceError,
     Unit,
     digest_problem,
+    is_own,
     partial_of,
     writing,
 )
@@ -289,6 +290,11 @@ class _Run:
     def _start(self, job: _Job) -> None:
         delivery, final = job.delivery, self._staging / job.delivery.name
         if self._server.serves(delivery.name, final, delivery.digest):
+            self._advance(delivery.digest.size_bytes)
+            self._end(job, "kept", 0)
+            return
+        if not delivery.digest.is_known and not delivery.afresh and is_own(final, delivery.digest.size_bytes):
+            job.arriving.whole(final)
             self._advance(delivery.digest.size_bytes)
             self._end(job, "kept", 0)
             return

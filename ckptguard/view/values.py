@@ -150,6 +150,11 @@ class Digest:
     block_bytes: int = 0
     blocks: str = ""
 
+    @property
+    def is_known(self) -> bool:
+        """False where a file is brought before anybody can say what its bytes should be: it is checked once it is there."""
+        return bool(self.blake3)
+
 
 @dataclass(frozen=True, slots=True)
 class Checked:
@@ -176,10 +181,11 @@ class Delivery:
     Attributes:
         name: In the view.
         node: Who gets it.
-        digest: What it must be when it is there.
+        digest: What it must be when it is there; without BLAKE3 and blocks where only its size is known before it has come.
         copy: The copy at the origin. Where ``copy.node`` is ``node`` it is read there: linked, cloned, copied or downloaded.
         via: The node whose server gives it, if not ``node`` itself: the origin, or a node that is given it too and serves
             what has come already, so that a byte leaves each node once. None: no server.
+        afresh: What an earlier attempt left of it is bad. Only where the digest is not known: else that shows by itself.
     """
 
     name: str
@@ -187,6 +193,7 @@ class Delivery:
     digest: Digest
     copy: Copy
     via: int | None = None
+    afresh: bool = False
 
 
 @dataclass(frozen=True, slots=True)
