@@ -38,7 +38,7 @@ from ckptguard.view.orders import Answer, Order
 from ckptguard.view.publishing import Site, Version
 from ckptguard.view.server import Server, Stamp
 from ckptguard.view.staging import deliver
-from ckptguard.view.survey import survey
+from ckptguard.view.survey import number_of, survey
 from ckptguard.view.values import Agreement, Checked, Copy, Delivered, Delivery, Needs, NodeReport
 
 _AGAIN = "Put right what it names, then run the same command again on all nodes: files that have come are kept."
@@ -184,7 +184,8 @@ def _follow(options: Options, peers: Peers, worker: _Surveyor, *, survey_only: b
     """Does what node 0 orders until the end; on node 0, has it direct."""
     ranks = sum(len(own) for own in options.nodes.ranks.values()) or None
     made = datetime.now(UTC).isoformat(timespec="seconds")
-    wanted = Wanted(secrets.token_hex(4), made, options.step, ranks, options.dry_run, survey_only)
+    step = None if options.step is None else number_of(options.step)
+    wanted = Wanted(secrets.token_hex(4), made, step, ranks, options.dry_run, survey_only)
     directing = direct(wanted) if peers.world.first else None
     answers: tuple[Answer, ...] | None = None
     number = 0
