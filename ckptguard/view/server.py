@@ -276,12 +276,11 @@ class Server:
         runner = web.ServerRunner(server, shutdown_timeout=1)
         try:
             await runner.setup()
-            site = web.SockSite(runner, listening)
-            await site.start()
+            await web.SockSite(runner, listening).start()
             started.set_result(None)
             await self._ending.wait()
-            await site.stop()
-            await asyncio.sleep(0.01)  # what was accepted just now is a connection by then
+            self._loop.remove_reader(listening)
+            await asyncio.sleep(0.01)  # asyncio drops, open, what it has accepted just before its server is closed
         except BaseException as error:
             if started.done():
                 raise
