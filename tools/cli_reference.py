@@ -25,9 +25,18 @@ def page() -> str:
     )
     parts += ["```text", cli.get_help(context), "```", ""]
     for name, command in sorted(cli.commands.items()):
-        inner = click.Context(command, info_name=name, parent=context, max_content_width=100, terminal_width=100)
-        parts += [f"## ckptguard {name}", "", "```text", command.get_help(inner), "```", ""]
+        parts += _section(name, command, context)
     return "\n".join(parts)
+
+
+def _section(name: str, command: click.Command, above: click.Context) -> list[str]:
+    """A command's help; under a group, that of its commands too."""
+    context = click.Context(command, info_name=name, parent=above, max_content_width=100, terminal_width=100)
+    parts = [f"## {context.command_path}", "", "```text", command.get_help(context), "```", ""]
+    if isinstance(command, click.Group):
+        for inner, one in sorted(command.commands.items()):
+            parts += _section(inner, one, context)
+    return parts
 
 
 if __name__ == "__main__":

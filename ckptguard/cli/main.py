@@ -20,6 +20,7 @@ from ckptguard.cli.reshard import reshard
 from ckptguard.cli.seal import seal
 from ckptguard.cli.verify import verify
 from ckptguard.cli.verify_resume import verify_resume
+from ckptguard.cli.view import view
 from ckptguard.core.errors import CkptguardError, ExitCode
 
 _EPILOG = (
@@ -36,7 +37,9 @@ def cli() -> None:
     """Checkpoint integrity and resharding for Megatron: nothing lost, nothing silent, bounded memory."""
 
 
-for _command in (import_, export, reshard, inspect, fingerprint, seal, verify, diff, verify_resume, doctor, completion):
+for _command in (
+    import_, export, reshard, inspect, fingerprint, seal, verify, diff, verify_resume, view, doctor, completion
+):  # fmt: skip
     cli.add_command(_command)
 
 

@@ -71,6 +71,49 @@ def layout_options[C: Callable[..., Any]](command: C) -> C:
     return command
 
 
+def axes_options[C: Callable[..., Any]](command: C) -> C:
+    """Sizes of a layout under our short names and Megatron-LM's own; those that are not given are None, or False."""
+    size = click.IntRange(1)
+    for option in reversed(
+        (
+            click.option("--tp", "--tensor-model-parallel-size", "tp", type=size, help="Tensor parallel size."),
+            click.option("--pp", "--pipeline-model-parallel-size", "pp", type=size, help="Pipeline parallel size."),
+            click.option("--ep", "--expert-model-parallel-size", "ep", type=size, help="Expert parallel size."),
+            click.option(
+                "--etp", "--expert-tensor-parallel-size", "etp", type=size, help="Tensor parallel size of experts."
+            ),
+            click.option(
+                "--vpp", "--num-virtual-stages-per-pipeline-rank", "vpp", type=size, help="Virtual stages per pipeline rank."
+            ),
+            click.option(
+                "--first-pp-layers", "--decoder-first-pipeline-num-layers", "first_pp_layers", type=size,
+                help="Layers on the first stage, if the split is uneven.",
+            ),
+            click.option(
+                "--last-pp-layers", "--decoder-last-pipeline-num-layers", "last_pp_layers", type=size,
+                help="Layers on the last stage, if the split is uneven.",
+            ),
+            click.option(
+                "--pp-layout", "--pipeline-model-parallel-layout", "pp_layout", metavar="LAYOUT",
+                help='Stages in Megatron\'s own notation, such as "Et*3|t*4,L".',
+            ),
+            click.option(
+                "--count-embedding", "--account-for-embedding-in-pipeline-split", "count_embedding", is_flag=True,
+                help="The embedding counts as a layer when layers are dealt out to stages.",
+            ),
+            click.option(
+                "--count-loss", "--account-for-loss-in-pipeline-split", "count_loss", is_flag=True,
+                help="The loss counts as a layer when layers are dealt out to stages.",
+            ),
+            click.option(
+                "--cp", "--context-parallel-size", "cp", type=size, help="Context parallel size; it cuts no tensor."
+            ),
+        )
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
 def layout_of(chosen: Mapping[str, Any]) -> Layout:
     """The layout that ``layout_options`` say."""
     return Layout(**chosen)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,58 +16,15 @@ from ckptguard.layout.uneven import parse_parts, parse_replicas
 _STAGES = ("vpp", "first_pp_layers", "last_pp_layers", "pp_layout", "count_embedding", "count_loss")
 
 
-def _axes[C: Callable[..., Any]](command: C) -> C:
-    """The target's layout, under our short names and Megatron-LM's own; what is not given stays as it is."""
-    size = click.IntRange(1)
-    for option in reversed(
-        (
-            click.option("--tp", "--tensor-model-parallel-size", "tp", type=size, help="Tensor parallel size."),
-            click.option("--pp", "--pipeline-model-parallel-size", "pp", type=size, help="Pipeline parallel size."),
-            click.option("--ep", "--expert-model-parallel-size", "ep", type=size, help="Expert parallel size."),
-            click.option(
-                "--etp", "--expert-tensor-parallel-size", "etp", type=size, help="Tensor parallel size of experts."
-            ),
-            click.option(
-                "--vpp", "--num-virtual-stages-per-pipeline-rank", "vpp", type=size, help="Virtual stages per pipeline rank."
-            ),
-            click.option(
-                "--first-pp-layers", "--decoder-first-pipeline-num-layers", "first_pp_layers", type=size,
-                help="Layers on the first stage, if the split is uneven.",
-            ),
-            click.option(
-                "--last-pp-layers", "--decoder-last-pipeline-num-layers", "last_pp_layers", type=size,
-                help="Layers on the last stage, if the split is uneven.",
-            ),
-            click.option(
-                "--pp-layout", "--pipeline-model-parallel-layout", "pp_layout", metavar="LAYOUT",
-                help='Stages in Megatron\'s own notation, such as "Et*3|t*4,L".',
-            ),
-            click.option(
-                "--count-embedding", "--account-for-embedding-in-pipeline-split", "count_embedding", is_flag=True,
-                help="The embedding counts as a layer when layers are dealt out to stages.",
-            ),
-            click.option(
-                "--count-loss", "--account-for-loss-in-pipeline-split", "count_loss", is_flag=True,
-                help="The loss counts as a layer when layers are dealt out to stages.",
-            ),
-            click.option("--dp", type=size, help="Data parallel size; by default as many ranks as before, if they fit."),
-            click.option(
-                "--cp", "--context-parallel-size", "cp", type=size, help="Context parallel size; it cuts no tensor."
-            ),
-            click.option(
-                "--sp", "--sequence-parallel", "sp", is_flag=True, help="Accepted; sequence parallelism cuts no tensor."
-            ),
-        )
-    ):  # fmt: skip
-        command = option(command)
-    return command
-
-
 @click.command(short_help="Any layout and form -> any other, weights and optimizer.")
 @options.path_argument("source", "SRC")
 @click.argument("target", metavar="[DST]", required=False)
 @options.step_option
-@_axes
+@options.axes_options
+@click.option(
+    "--dp", type=click.IntRange(1), help="Data parallel size; by default as many ranks as before, if they fit."
+)
+@click.option("--sp", "--sequence-parallel", "sp", is_flag=True, help="Accepted; sequence parallelism cuts no tensor.")
 @click.option(
     "--replica-tp",
     multiple=True,
