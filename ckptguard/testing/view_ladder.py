@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from ckptguard.testing.nodes import Call, Cluster, Ended, Node
 
-PRELOAD = ("ckptguard.testing.ladder_rank:prepare",)
+PRELOAD = ("ckptguard.testing.ladder_rank:prepare", "ckptguard.view.preparing", "ckptguard.cli.main")
 """For the :class:`Cluster` in which the ladder is climbed."""
 OLDER, NEWEST = 10, 20
 TRACKERS = ("latest_checkpointed_iteration.txt", "latest_train_state.pt")
@@ -290,7 +290,7 @@ def start_prepare(
     for source in sources:
         line += ["--source", str(source)]
     line += ["--nodes", str(len(cluster.nodes)), "--node-rank", str(node.number)]
-    line += ["--rdzv", f"{cluster.nodes[0].address}:{_PORT}"]
+    line += ["--rdzv", f"{cluster.nodes[0].address}:{_PORT}", "--address", node.address]
     return cluster.call(node, "ckptguard.cli.main:run", [line])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -12,9 +13,10 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
+from ckptguard.core.errors import ExitCode
 from ckptguard.testing import ladder_rank, view_ladder
 from ckptguard.testing.nodes import Cluster
-from ckptguard.testing.view_ladder import NEWEST, ROWS, Row
+from ckptguard.testing.view_ladder import NEWEST, OLDER, ROWS, Loaded, Row
 
 pytestmark = pytest.mark.megatron
 
@@ -69,3 +71,53 @@ def test_the_last_words_before_the_long_wait(saved: Path, cluster: Cluster) -> N
         cluster.nodes[0].path("words/latest_train_state.pt").read_bytes()
     )
     assert [end.step for end in view_ladder.load(row, cluster, places, clock_seconds=CLOCK_SECONDS)] == [NEWEST, NEWEST]
+
+
+RANKS = ("--ranks", "0/1")
+REPAIRED = [pytest.param(row, False, id=row.letter) for row in ROWS if not row.lost]
+REPAIRED += [pytest.param(row, True, id=f"{row.letter}-with-source") for row in ROWS if row.lost]
+LOST = [row for row in ROWS if row.lost]
+CAUSES = {
+    "E": "__1_0.distcp: no node has it", "F": "__1_0.distcp: cut short", "G": r"__1_0.distcp: w \[256:512\]: .*CRC-32",
+    "I": "iter_0000020_1_local.pt: 0 bytes", "J": "iter_0000020_1_local.pt: .*CRC-32",
+}  # fmt: skip
+
+
+def _load_from(row: Row, cluster: Cluster, view: str) -> list[Loaded]:
+    places = [node.place(view) for node in cluster.nodes]
+    return view_ladder.load(row, cluster, places, clock_seconds=CLOCK_SECONDS, step=None)
+
+
+@pytest.mark.parametrize(("row", "with_source"), REPAIRED)
+def test_view_is_like_a_shared_directory(
+    row: Row, with_source: bool, saved: Path, cluster: Cluster, tmp_path: Path
+) -> None:
+    name, view = f"{row.letter}-whole", f"{row.letter}-whole-view"
+    view_ladder.lay_out(row, saved, cluster, name)
+    if with_source:
+        view_ladder.lay_out_source(row, saved, tmp_path / "source")
+    sources = [tmp_path / "source"] if with_source else []
+    for ended in view_ladder.prepare(cluster, name, view, sources=sources, options=RANKS):
+        assert ended.code == 0, ended.err
+    assert view_ladder.misses_in_view(_load_from(row, cluster, view), NEWEST) == []
+
+
+@pytest.mark.parametrize("row", LOST, ids=lambda row: row.letter)
+def test_what_is_lost_is_named_and_the_older_step_taken(row: Row, saved: Path, cluster: Cluster) -> None:
+    name, view = f"{row.letter}-older", f"{row.letter}-older-view"
+    view_ladder.lay_out(row, saved, cluster, name)
+    ends = view_ladder.prepare(cluster, name, view, options=RANKS)
+    assert [ended.code for ended in ends] == [0, 0], ends
+    told = " ".join(ends[0].err.split())  # node 0 tells it for all
+    assert re.search(CAUSES[row.letter], told), told
+    assert view_ladder.misses_in_view(_load_from(row, cluster, view), OLDER) == []
+
+
+@pytest.mark.parametrize("row", [row for row in LOST if row.wrong], ids=lambda row: row.letter)
+def test_what_would_load_wrong_is_refused_where_nothing_older_is(row: Row, saved: Path, cluster: Cluster) -> None:
+    name, view = f"{row.letter}-only", f"{row.letter}-only-view"
+    view_ladder.lay_out(row, saved, cluster, name)
+    for ended in view_ladder.prepare(cluster, name, view, options=[*RANKS, "--step", str(NEWEST)]):
+        assert ended.code == ExitCode.DAMAGED, ended.err
+        assert re.search(CAUSES[row.letter], " ".join(ended.err.split())), ended.err
+    assert not any(node.path(view).is_symlink() for node in cluster.nodes)
