@@ -47,7 +47,14 @@ class Source(Protocol):
 
 
 class SourceError(Exception):
-    """A source cannot give a file, in a sentence. The run goes on with the other files."""
+    """A source cannot give a file, in a sentence. The run goes on with the other files.
+
+    ``unreachable``: for want of the node that has it, not for what the file is.
+    """
+
+    def __init__(self, message: str, *, unreachable: bool = False) -> None:
+        super().__init__(message)
+        self.unreachable = unreachable
 
 
 @dataclass(slots=True)
@@ -184,16 +191,19 @@ class Filling:
             return list(range(unit.first, unit.stop))
         absent: list[int] = []
         for first, stop in self._windows(range(unit.first, unit.stop)):
-            begin, end = self._span(first, stop)
-            if end > self._earlier_bytes:
-                absent += range(first, stop)
-                continue
             if not self.digest.block_bytes:
-                return [0] if self._whole_digest(handle, buffer) != self.digest.blake3 else []
-            view = buffer[: end - begin]
+                there = self._earlier_bytes >= self.digest.size_bytes
+                return [] if there and self._whole_digest(handle, buffer) == self.digest.blake3 else [0]
+            begin, end = self._span(first, stop)
+            written = (
+                end if end <= self._earlier_bytes else self._earlier_bytes // self._block_bytes * self._block_bytes
+            )
+            view = buffer[: max(0, written - begin)]
             with self._writing():
-                count = os.preadv(handle, [view], begin)
-            absent += differing(self.digest, self._blocks, first, view) if count == len(view) else range(first, stop)
+                count = os.preadv(handle, [view], begin) if view else 0
+            known = first + -(-len(view) // self._block_bytes) if count == len(view) else first
+            absent += differing(self.digest, self._blocks, first, view) if known > first else []
+            absent += range(known, stop)
         return absent
 
     def _whole_digest(self, handle: int, buffer: memoryview) -> str:
@@ -216,7 +226,7 @@ class Filling:
                         self._get_whole(missing, handle, buffer)
             except BrokenError as error:
                 if broken:
-                    raise SourceError(str(error)) from error
+                    raise SourceError(str(error), unreachable=True) from error
                 broken = True
                 continue
             if missing and wrong:

@@ -116,9 +116,9 @@ def prepare(options: Options, progress: Progress = SILENT) -> Result:
     """
     if options.view is None:
         raise UsageError("no path for the view is given", next_step="Give one with --view.")
-    site = Site(options.view)
-    site.refuse_places(options.places)
     with _met(options) as peers, ExitStack() as stack:
+        site = Site(options.view)  # only now: the other nodes hear what is wrong with it
+        site.refuse_places(options.places)
         sees = _who_shares(site, peers, stack) if not options.dry_run else (peers.world.rank,)
         leads = min(sees) == peers.world.rank
         if options.dry_run:
@@ -134,6 +134,7 @@ def prepare(options: Options, progress: Progress = SILENT) -> Result:
         try:
             return _follow(options, peers, worker, survey_only=False)
         except BaseException:
+            peers.undisturbed()  # another node's end must not stop this half-way
             worker.settle()
             raise
 
@@ -192,13 +193,15 @@ def _follow(options: Options, peers: Peers, worker: _Surveyor, *, survey_only: b
     while True:
         if directing is not None:
             order = next(directing) if answers is None else directing.send(answers)
+            if order.verb == "confirm":
+                worker.decide()
             peers.tell(f"order/{number}", packed(order))
         else:
             order = unpacked(Order, peers.hear(f"order/{number}"))
         if order.verb == "end":
+            peers.undisturbed()  # it is decided
             break
-        answer = worker.do(order)
-        answers = _all_answers(peers, number, answer)
+        answers = _answers(peers, number, worker, order)
         number += 1
     outcome = _outcome_of(directing)
     if order.refusal is not None:
@@ -206,13 +209,18 @@ def _follow(options: Options, peers: Peers, worker: _Surveyor, *, survey_only: b
     return worker.result(order, outcome)
 
 
-def _all_answers(peers: Peers, number: int, own: Answer) -> tuple[Answer, ...]:
-    """Tells the others' node 0 this node's answer; node 0 gets all of them, in the order of the nodes."""
+def _answers(peers: Peers, number: int, worker: _Surveyor, order: Order) -> tuple[Answer, ...]:
+    """Carries an order out; on node 0, returns the answers of all, in the order of the nodes.
+
+    Node 0 confirms last: should it die, what it leaves confirmed is confirmed everywhere.
+    """
     world = peers.world
+    own = worker.do(order) if order.verb != "confirm" or not world.first else None
     if not world.first:
         peers.tell(f"answer/{number}/{world.rank}", packed(own))
         return ()
-    return (own, *(unpacked(Answer, peers.hear(f"answer/{number}/{node}")) for node in range(1, world.size)))
+    others = [unpacked(Answer, peers.hear(f"answer/{number}/{node}")) for node in range(1, world.size)]
+    return (own or worker.do(order), *others)
 
 
 def _outcome_of(directing: object) -> Outcome | None:
@@ -239,6 +247,9 @@ class _Surveyor:
         """Carries an order out."""
         assert order.verb == "survey", order
         return Answer(self.node, report=self._look())
+
+    def decide(self) -> None:
+        """On node 0, before any node is told to confirm."""
 
     def result(self, order: Order, outcome: Outcome | None) -> Result:
         """What it came to."""
@@ -283,7 +294,7 @@ class _Worker(_Surveyor):
         self._stamps: dict[Copy, Stamp] = {}
         self._delivered: dict[str, Delivered] = {}
         self._version: Version | None = None
-        self._confirmed = False
+        self._decided = False
 
     @property
     def _places(self) -> tuple[str, ...]:
@@ -394,21 +405,30 @@ class _Worker(_Surveyor):
             version.publish()
         self._server.state = "published"
 
-    def _confirm(self) -> None:
+    def decide(self) -> None:
+        """From here on this node keeps what it has published, and says so to nodes that ask.
+
+        Raises:
+            EnvironmentFailedError: A node has asked before, and has taken its own back.
+        """
         if not self._server.settle("confirmed", unless_told="published"):
             raise EnvironmentFailedError("another node gave this one up before it could confirm", next_step=_AGAIN)
-        self._confirmed = True
+        self._decided = True
+
+    def _confirm(self) -> None:
+        if not self._decided:
+            self.decide()
         if self._version is not None:
             self._version.confirm()
 
     def settle(self) -> None:
-        """After a failure: keeps a published view only if some node has confirmed it, which none does before all have it."""
-        if self._confirmed:
+        """After a failure: keeps a published view only if some node has decided so, which none does before all have it."""
+        if self._decided:
+            self._confirm()
             time.sleep(_SETTLE_SECONDS)  # others may have to ask
+        elif self._version is None:
             return
-        if self._version is None:
-            return
-        if self._server.state == "published" and self._was_confirmed_elsewhere():
+        elif self._server.state == "published" and self._was_confirmed_elsewhere():
             self._version.confirm()
         else:
             self._version.withdraw()

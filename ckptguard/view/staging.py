@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 
-from ckptguard.core.errors import CkptguardError
+from ckptguard.core.errors import CkptguardError, EnvironmentFailedError
 from ckptguard.core.writing import check_relative
 from ckptguard.engine.workers import SILENT, Buffers, Progress, default_threads
 from ckptguard.engine.write_calls import sync_directory
@@ -166,7 +166,10 @@ class _OnNode:
     waits: bool
 
     def read(self, offset_bytes: int, lengths_bytes: Sequence[int], buffer: memoryview) -> Iterator[memoryview]:
-        return self.peer.read(self.name, offset_bytes, lengths_bytes, buffer, waits=self.waits)
+        try:
+            yield from self.peer.read(self.name, offset_bytes, lengths_bytes, buffer, waits=self.waits)
+        except EnvironmentFailedError as error:
+            raise SourceError(error.message, unreachable=True) from error
 
 
 @dataclass(slots=True)
@@ -283,7 +286,8 @@ class _Run:
                 elif not job.failed:
                     self._fill(job, filling, unit)
             except SourceError as error:
-                self._fail(job, str(error))
+                if not self.lanes.stopped:  # what was cut off by the end of the run is told so
+                    self._fail(job, str(error), unreachable=error.unreachable)
 
         return task
 
@@ -366,10 +370,11 @@ class _Run:
         with self._lock:
             self.results[job.number] = Delivered(job.delivery.name, how, moved_bytes)
 
-    def _fail(self, job: _Job, why: str) -> None:
+    def _fail(self, job: _Job, why: str, *, unreachable: bool = False) -> None:
+        name = job.delivery.name
         with self._lock:
             if job.failed:
                 return
             job.failed = True
-            self.results[job.number] = Delivered(job.delivery.name, "", problem=f"{job.delivery.name}: {why}")
-        job.arriving.failed(f"{job.delivery.name}: {why}")
+            self.results[job.number] = Delivered(name, "", problem=f"{name}: {why}", unreachable=unreachable)
+        job.arriving.failed(f"{name}: {why}")

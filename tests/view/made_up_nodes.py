@@ -98,7 +98,7 @@ class MadeUpCluster:
         places = tuple("/ckpt" if place == 0 else f"/source{place}" for place in range(len(node.places)))
         return NodeReport(
             number, f"host{number}", places, f"http://10.0.0.{number}", trackers, tuple(found), (), node.free_bytes,
-            node.sees or (number,),
+            sees=node.sees or (number,),
         )  # fmt: skip
 
     def _found(self, number: int, place: int, step: str, files: Mapping[str, str]) -> FoundStep:
