@@ -51,6 +51,11 @@ _size = click.IntRange(1)
     type=click.Path(file_okay=False, path_type=Path),
     help="Where checkpoints are saved and loaded, such as a directory of each node's own disk; in --work by default.",
 )
+@click.option(
+    "--node-local",
+    is_flag=True,
+    help="--checkpoints is on each node's own disk: arms that load have `ckptguard view prepare` bring what is missing first.",
+)
 @click.option("--repeat", is_flag=True, help="Run the uninterrupted run twice first: is it deterministic at all?")
 @click.option("--no-load-arm", is_flag=True, help="Leave out the arm that only loads.")
 @click.option(
@@ -208,7 +213,8 @@ def _request(
         line=parsed, framework=framework, steps=steps, save_at=_save_at(chosen["save_at"], steps),
         folder=str(folder.absolute()), site=str(site_directory()), environment=environment,
         added_environment={**needed, **fixed},
-        resume_from=chosen["resume_from"], checkpoints=str(chosen["checkpoints"].absolute()) if chosen["checkpoints"] else None,
+        resume_from=chosen["resume_from"], node_local=chosen["node_local"],
+        checkpoints=str(chosen["checkpoints"].absolute()) if chosen["checkpoints"] else None,
         start=_start(*start_of(parsed, framework)), resume_args=resume_args, templates=templates,
     )  # fmt: skip
     return request, found
@@ -289,7 +295,7 @@ def _verify(request: Request, settings: tuple[Setting, ...], chosen: Mapping[str
 
         plant = Plant("ckptguard.testing.resume_faults:plant", chosen["plant"], FAULTS[chosen["plant"]].arms)
     if not as_json:
-        _print_added(lines)
+        _print_added(lines, node_local=request.node_local)
     how = Options(
         repeat=chosen["repeat"], load=not chosen["no_load_arm"], narrow=not chosen["no_narrow"], level=chosen["level"],
         timeout_seconds=chosen["arm_timeout"], plant=plant,
@@ -309,8 +315,10 @@ def _verify(request: Request, settings: tuple[Setting, ...], chosen: Mapping[str
     return _EXIT[found.word]
 
 
-def _print_added(lines: Sequence[ArmLine]) -> None:
+def _print_added(lines: Sequence[ArmLine], *, node_local: bool) -> None:
     """What is added to the user's line, arm by arm, before anything starts."""
+    if node_local:
+        click.echo("  arms that load go through `ckptguard view prepare`, which has them load a view", err=True)
     for line in lines:
         click.echo(
             f"  {line.name:<10} your line {shlex.join(('+', *line.added)) if line.added else 'as it is'}", err=True

@@ -77,6 +77,11 @@ class LaunchLine:
             return "megatron-lm"
         return None
 
+    @property
+    def spreads(self) -> str | None:
+        """The launcher in it that may start processes on other nodes; None if there is none."""
+        return next((name for name in self.launchers if name == "srun" or name in _MPI), None)
+
 
 def _is_bridge(word: str) -> bool:
     key, equals, _ = word.partition("=")
@@ -130,6 +135,32 @@ def framework_of(line: LaunchLine, given: str | None) -> Framework:
             + (f', so {line.wrapper} has to pass its arguments ("$@") on to the trainer.' if line.wrapper else "."),
         )
     return found
+
+
+def start_on_node(line: LaunchLine, words: Sequence[str]) -> int:
+    """Where the part of a line begins that is run once on each node: after srun or mpirun, if it goes through one.
+
+    Args:
+        line: As understood.
+        words: Its words, or more of them, as ``command_of`` gives.
+
+    Returns:
+        An index into ``words``.
+
+    Raises:
+        UsageError: No part of it is run once on each node, as far as can be seen.
+    """
+    if line.spreads is None:
+        return 0
+    at = next((at for at, word in enumerate(words) if PurePath(word).name == line.spreads), None)
+    begin = None if at is None else _next_program(tuple(words), at + 1)
+    each_rank = line.torchrun is None and (line.wrapper is None or line.world not in (None, line.nodes))
+    if begin is None or each_rank:
+        raise UsageError(
+            f"{line.spreads} starts every rank, or cannot be seen through: what runs once on each node is needed",
+            next_step=f"Write the line with torchrun, one task per node: {line.spreads} ... torchrun --nnodes N ...",
+        )
+    return begin
 
 
 # ---- understanding ----

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import gcd
@@ -64,6 +65,7 @@ class Request:
         start: Step that the run starts from: 0, or that of the user's own checkpoint. ``steps`` and ``save_at`` count from it.
         resume_from: Which of ``save_at`` is resumed from; None is the last.
         checkpoints: Where the save arm saves, such as a folder of each node's own disk; None is a folder of the arm.
+        node_local: Arms that load do so from a view, which every node prepares from that folder first.
         resume_args: Arguments for arms that load, such as another layout.
         resume_environment: Variables for arms that load.
         templates: Needed for ``torch``.
@@ -80,6 +82,7 @@ class Request:
     start: int = 0
     resume_from: int | None = None
     checkpoints: str | None = None
+    node_local: bool = False
     resume_args: tuple[str, ...] = ()
     resume_environment: Mapping[str, str] = field(default_factory=dict)
     templates: Templates | None = None
@@ -185,7 +188,14 @@ def check(request: Request) -> None:
         )
     if request.resume_from is not None and request.resume_from not in saves:
         raise UsageError(f"nothing is saved after step {request.resume_from} to resume from, but after {list(saves)}")
+    if request.node_local and request.checkpoints is None:
+        raise UsageError(
+            "it is not said where nodes keep their own checkpoints",
+            next_step="Give --checkpoints, a directory of each node's own disk, with --node-local.",
+        )
     flags = FLAGS.get(request.framework)
+    if flags is None and request.node_local:
+        raise UsageError("a view is prepared for checkpoints of Megatron only", next_step="Leave --node-local out.")
     if flags is None:
         if request.templates is None:
             raise UsageError(
@@ -221,12 +231,13 @@ def _arm(request: Request, role: Role, name: str, purpose: str, end: int) -> Arm
     added = (*(request.resume_args if loads else ()), *_added(request, role, end_step, folder, checkpoints))
     environment = _environment(request, folder, loads=loads)
     hydra = launch_line.is_hydra(request.line, request.environment)
+    command = launch_line.command_of(request.line, added, environment, hydra=hydra)
     return ArmLine(
         name=name,
         role=role,
         purpose=purpose,
         folder=folder,
-        command=launch_line.command_of(request.line, added, environment, hydra=hydra),
+        command=_from_view(request, command) if loads and request.node_local else command,
         added=added,
         environment=tuple(environment.items()),
         start=request.resumed_at if loads else request.start,
@@ -237,6 +248,17 @@ def _arm(request: Request, role: Role, name: str, purpose: str, end: int) -> Arm
         framework=request.framework,
         world=None if loads and request.resume_args else request.line.world,
     )
+
+
+def _from_view(request: Request, command: tuple[str, ...]) -> tuple[str, ...]:
+    """The command with the node's part of it run by ``ckptguard view prepare``, which has it load a view."""
+    at = launch_line.start_on_node(request.line, command)
+    assert request.checkpoints is not None
+    prepare = (
+        *(sys.executable, "-m", "ckptguard", "view", "prepare", request.checkpoints),
+        *("--view", f"{request.checkpoints}.view", "--step", str(request.resumed_at), "--framework", request.framework),
+    )
+    return (*command[:at], *prepare, "--", *command[at:])
 
 
 def folder_name(name: str) -> str:

@@ -64,7 +64,7 @@ def of_line(line: LaunchLine, env: Environment) -> Said:
         return _of_torchrun(line.torchrun, env, "torchrun in the launch line")
     if line.wrapper is not None:
         return Said(source=f"what {line.wrapper} starts")
-    spread = _spreading(line)
+    spread = line.spreads
     if spread:
         return Said(
             source=f"{spread} in the launch line",
@@ -76,7 +76,7 @@ def of_line(line: LaunchLine, env: Environment) -> Said:
 
 def refuse_spreading(line: LaunchLine, count: int) -> None:
     """Raises UsageError if the line itself starts processes on other nodes, where nothing was prepared."""
-    spread = _spreading(line)
+    spread = line.spreads
     if spread and (count > 1 or (line.nodes or 1) > 1):
         raise UsageError(
             f"{spread} in the launch line starts training on other nodes too, and a view is prepared on each node by itself",
@@ -84,11 +84,6 @@ def refuse_spreading(line: LaunchLine, count: int) -> None:
             " torchrun .... Where srun starts every rank, prepare in a step of its own before: srun --ntasks-per-node=1"
             " ckptguard view prepare ... && srun ... --load VIEW.",
         )
-
-
-def _spreading(line: LaunchLine) -> str | None:
-    """The launcher in the line that may start processes on other nodes."""
-    return next((name for name in line.launchers if name == "srun" or name.startswith(("mpi", "orte", "prte"))), None)
 
 
 def of_variables(env: Environment) -> Said:

@@ -277,3 +277,38 @@ def test_checkpoints_may_go_to_a_disk_of_each_node():
     assert flag_value(arms["save"].added, "--save") == flag_value(arms["resume"].added, "--load") == "/local/ckpt"
     assert arms["save"].elsewhere
     assert flag_value(arms["reference"].added, "--save") is None
+
+
+def test_node_local_arms_load_from_a_view():
+    prepare = shlex.join([sys.executable, "-m", "ckptguard", "view", "prepare", "/d", "--view", "/d.view"])
+    prepare += " --step 10 --framework megatron-lm --"
+    arms = {
+        line: {a.name: shlex.join(a.command) for a in plan_arms(_request(line, checkpoints="/d", node_local=True))}
+        for line in (_LM, f"srun -N 2 --ntasks-per-node 1 torchrun --nnodes 2 {_LM.partition(' ')[2]}")
+    }
+    for line, commands in arms.items():
+        before = "srun -N 2 --ntasks-per-node 1 " if line.startswith("srun") else ""
+        for name in ("load", "resume"):
+            assert commands[name].startswith(f"{before}{prepare} torchrun --n"), commands[name]
+            assert "--load /d " in commands[name]
+        assert "ckptguard" not in commands["save"] + commands["reference"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "srun -n 8 python pretrain_gpt.py --num-layers 2 --train-iters 100",
+        "srun -n 8 bash run.sh",
+        "bash -c 'srun -n 2 torchrun pretrain_gpt.py --num-layers 2 --train-iters 100'",
+        "mpirun -np 8 python pretrain_gpt.py --num-layers 2 --train-iters 100",
+    ],
+)
+def test_a_view_needs_a_command_that_runs_once_on_each_node(line):
+    with pytest.raises(UsageError, match="once on each node") as caught:
+        plan_arms(_request(line, "megatron-lm", checkpoints="/d", node_local=True))
+    assert "torchrun" in caught.value.next_step
+
+
+def test_node_local_needs_the_nodes_directory():
+    with pytest.raises(UsageError, match="where nodes keep"):
+        plan_arms(_request(node_local=True))
