@@ -186,6 +186,11 @@ class Node:
         self._disks.append(Path(name))
         return self.place(name)
 
+    def remove_disk(self, name: str) -> None:
+        """Unmount what :meth:`disk` mounted."""
+        self.run(["umount", "--lazy", str(self.place(name))])
+        self._disks.remove(Path(name))
+
 
 _NSENTER = {"net": "net", "uts": "uts", "mount": "mnt"}
 
