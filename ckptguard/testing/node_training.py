@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -66,3 +67,10 @@ def train(
 def losses(ends: Sequence[Ended]) -> Mapping[int, str]:
     """Loss of every step as Megatron prints it, by the step's number."""
     return {int(step): loss for end in ends for step, loss in _LOSS.findall(end.out)}
+
+
+def gather(cluster: Cluster, name: str, out: Path) -> Path:
+    """Copy what each node has at ``name`` into one directory: the shared one that would have been saved to; returns it."""
+    for node in cluster.nodes:
+        shutil.copytree(node.path(name), out, dirs_exist_ok=True)
+    return out
