@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from ckptguard.view.messages import from_plain, packed, to_plain, unpacked
+from ckptguard.view.messages import _read, _tight, from_plain, packed, to_plain, unpacked
+from ckptguard.view.orders import Order
 from ckptguard.view.values import Agreement, Copy, Delivery, Digest, FoundStep, NodeReport, Step
 
 STEP = Step("global", "20", "ab")
@@ -47,3 +49,26 @@ def test_text_that_was_not_packed_is_refused() -> None:
 def test_a_missing_field_is_named() -> None:
     with pytest.raises(ValueError, match="missing kind"):
         from_plain(Step, {"number": "1"})
+
+
+def test_values_in_a_row_are_columns() -> None:
+    other = replace(COPY, node=2, size_bytes=0)
+    order = Order("deliver", STEP, copies=(COPY, other), deliveries=(Delivery("x", 1, Digest(1, "b"), COPY, None),) * 2)
+    assert unpacked(Order, packed(order)) == order
+    assert _tight((COPY, other))["size_bytes"] == [12, 0]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"node": [1, "2"]}, "Found.copies.node: str, expected int"),
+        ({"node": [1, True]}, "Found.copies.node: bool, expected int"),
+        ({"node": [1]}, "Found.copies: columns of different lengths"),
+        ({"more": [1, 2]}, "Found.copies: columns node, .*, more, expected node"),
+        ({"node": 1}, "Found.copies.node: int, expected list"),
+    ],
+)
+def test_columns_that_are_none_are_told_by_field(change: dict[str, object], told: str) -> None:
+    columns = {**_tight((COPY, COPY)), **change}
+    with pytest.raises(ValueError, match=told):
+        _read(tuple[Copy, ...], columns, "Found.copies")
