@@ -19,6 +19,7 @@ from ckptguard.testing.view_calls import PORT, SECONDS, all_at_once, await_file,
 from ckptguard.view.preparing import prepare, status
 
 STEP = "iter_0000020"
+_DISK_BYTES = 256 << 20
 _ME = "ckptguard.testing.view_bars"
 
 
@@ -56,6 +57,8 @@ def many_files(cluster: Cluster, count: int, *, everywhere: bool, chunks_each: i
         placed.append(place(name, [ChunkToWrite(tensor, BY_NAME["bfloat16"], shape, box) for tensor in tensors]))
     index = metadata_bytes(placed)
     for node in cluster.nodes:
+        if cluster.kind == "namespaces":
+            node.disk("ckpt", _DISK_BYTES)  # in memory: gone at once in the end
         folder = node.path("ckpt") / STEP
         folder.mkdir(parents=True)
         own = placed if everywhere else placed[node.number :: len(cluster.nodes)]

@@ -66,12 +66,13 @@ def unpacked[T](cls: type[T], text: str) -> T:
 
 def _tight(value: Any) -> Any:
     """As ``to_plain``, rows of values as columns."""
-    if _is_value(type(value)):
-        return {name: _tight(getattr(value, name)) for name in _fields(type(value))}
+    own: type = type(value)
+    if _is_value(own):
+        return {name: _tight(getattr(value, name)) for name in _fields(own)}
     if isinstance(value, Mapping):
         return {str(key): _tight(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
-        kinds = set(map(type, value))
+        kinds: set[type] = set(map(type, value))
         if len(kinds) == 1 and _is_value(kind := kinds.pop()):
             return _columns(kind, value)
         return [_tight(item) for item in value]
