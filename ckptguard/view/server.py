@@ -67,6 +67,10 @@ class _Changed(Exception):  # noqa: N818 -- no error of ours: the answer to a re
     """A file is not what it was when it was offered."""
 
 
+class _Moving(Exception):  # noqa: N818 -- likewise
+    """A file is just getting its final name."""
+
+
 class _Whole:
     """A file that is all there."""
 
@@ -129,18 +133,20 @@ class Arriving:
         """Opens it.
 
         Raises:
-            _Changed: It is gone, or is whole by now and has another path.
+            _Moving: It is just getting its final name, under which it is going to be offered.
+            _Changed: It cannot be opened.
         """
         try:
             return _opened(self._path)
+        except FileNotFoundError as error:
+            raise _Moving from error
         except OSError as error:
             raise _Changed(f"what has come of it cannot be opened: {error.strerror}") from error
 
 
 def _opened(path: Path) -> IO[bytes]:
-    return os.fdopen(
-        os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb", 0
-    )  # never waits for a pipe's writer
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # the last: it never waits for a pipe's writer
+    return os.fdopen(os.open(path, flags), "rb", 0)
 
 
 class Server:
@@ -273,7 +279,7 @@ class Server:
         self._loop = asyncio.get_running_loop()
         self._news, self._ending = asyncio.Event(), asyncio.Event()
         server = web.Server(self._answer, access_log=None, keepalive_timeout=_KEEP_ALIVE_SECONDS)
-        runner = web.ServerRunner(server, shutdown_timeout=1)
+        runner = web.ServerRunner(server, shutdown_timeout=0.25)
         try:
             await runner.setup()
             await web.SockSite(runner, listening).start()
@@ -316,8 +322,11 @@ class Server:
         if isinstance(offer, Arriving) and offer.why:
             return _text(410, offer.why)
         if isinstance(offer, Arriving) and not offer.covers(begin, end):
-            return _text(503, "on its way", {"Retry-After": "1", ARRIVED: str(self._arrived_bytes)})
+            return self._not_yet()
         return await self._send(request, name, offer, begin, end)
+
+    def _not_yet(self) -> web.Response:
+        return _text(503, "on its way", {"Retry-After": "1", ARRIVED: str(self._arrived_bytes)})
 
     async def _waited(
         self, request: web.BaseRequest, name: str, offer: Arriving, begin: int, end: int
@@ -345,6 +354,8 @@ class Server:
             file = await self._loop.run_in_executor(None, self._open, name, offer, begin, end)
         except _Changed as changed:
             return _text(409, str(changed))
+        except _Moving:
+            return self._not_yet()
         try:
             size = offer.digest.size_bytes
             headers = {"Server": "ckptguard", "Accept-Ranges": "bytes", "Content-Type": "application/octet-stream"}
@@ -366,7 +377,7 @@ class Server:
     def _open(self, name: str, offer: _Whole | Arriving, begin: int, end: int) -> IO[bytes]:
         try:
             file = offer.open(name)
-        except _Changed:
+        except (_Changed, _Moving):
             now = self._offers[name]
             if now is offer:
                 raise
