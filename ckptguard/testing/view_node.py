@@ -23,7 +23,7 @@ from ckptguard.view.orders import Answer, Order
 from ckptguard.view.preparing import Options
 from ckptguard.view.server import Server
 
-PRELOAD = ("torch.distributed", "aiohttp.web", "ckptguard.testing.view_node")
+PRELOAD = ("ckptguard.testing.view_node:imported",)
 """For the ``Cluster`` whose nodes prepare views."""
 TARGET = "ckptguard.testing.view_node:prepare_here"
 
@@ -67,6 +67,15 @@ class Asked:
     timeout_seconds: float = 12.0
     dry_run: bool = False
     plants: dict[str, Any] = field(default_factory=dict)
+
+
+def imported() -> None:
+    """Imports what nodes need, in the process that they are forks of."""
+    os.environ["TORCH_CPP_LOG_LEVEL"] = (
+        "FATAL"  # read when torch is imported; ``engine.peers`` sets it before it does that
+    )
+    import aiohttp.web
+    import torch.distributed  # noqa: F401
 
 
 def prepare_here(asked: dict[str, Any]) -> int:
@@ -120,11 +129,11 @@ def _watch(plants: Plants) -> list[Server]:
     servers: list[Server] = []
     do, enter = preparing._Worker.do, Server.__enter__
 
-    def told(worker: preparing._Worker, order: Order) -> Answer:
+    def told(self: preparing._Worker, order: Order) -> Answer:
         _say(f"order {order.verb}")
         if order.verb == plants.order:
             _light(plants)
-        return do(worker, order)
+        return do(self, order)
 
     def entered(server: Server) -> Server:
         servers.append(server)

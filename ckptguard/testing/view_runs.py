@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
 import re
 import shutil
 import socket
@@ -19,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ckptguard.formats.registry import open_checkpoint
 from ckptguard.testing.nodes import Call, Cluster, Ended, Node
 from ckptguard.testing.view_node import TARGET, Asked, Plants
 from ckptguard.view import records
@@ -27,6 +29,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 HANG_SECONDS = 90.0
 CHECKPOINT, VIEW, VIEWS = "ckpt", "views/view", "views"
 _POLL_SECONDS = 0.01
+_LARGE_BYTES = 8192
 _COUNTER = itertools.count()
 _FIRST_PORT, _PORTS = 20000, 8000
 _SHARD = re.compile(r"__(\d+)_\d+\.distcp")
@@ -34,19 +37,36 @@ _SHARD = re.compile(r"__(\d+)_\d+\.distcp")
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """The steps of a checkpoint: per number, the bytes of every file by its name in the view."""
+    """The steps of a checkpoint.
+
+    Attributes:
+        steps: Per number, the bytes of every file by its name in the view.
+        tensors: Per file, byte ranges ``[begin, end)`` that hold elements of tensors.
+    """
 
     steps: Mapping[str, Mapping[str, bytes]]
+    tensors: Mapping[str, Sequence[tuple[int, int]]]
 
     @classmethod
     def of(cls, folders: Mapping[str, Path]) -> Truth:
         """Step directories by the number they are to have."""
-        return cls(
-            {
-                number: {f"iter_{int(number):07d}/{path.name}": path.read_bytes() for path in sorted(folder.iterdir())}
-                for number, folder in folders.items()
-            }
-        )
+        steps: dict[str, dict[str, bytes]] = {}
+        tensors: dict[str, list[tuple[int, int]]] = {}
+        for number, folder in folders.items():
+            view = f"iter_{int(number):07d}"
+            steps[number] = {f"{view}/{path.name}": path.read_bytes() for path in sorted(folder.iterdir())}
+            with open_checkpoint(folder) as checkpoint:
+                spans = [chunk.span for entry in checkpoint.index.tensors.values() for chunk in entry.chunks]
+            for span in spans:
+                if span.length_bytes > _LARGE_BYTES:  # the middle of its zip is elements
+                    middle = span.offset_bytes + span.length_bytes // 2
+                    tensors.setdefault(f"{view}/{span.file}", []).append((middle - 1024, middle + 1024))
+        return cls(steps, tensors)
+
+    def inside(self, name: str, rng: random.Random) -> int:
+        """A byte of a data file that is part of a tensor's element."""
+        begin, end = rng.choice(self.tensors[name])
+        return rng.randrange(begin, end)
 
     @property
     def newest(self) -> str:
@@ -240,10 +260,10 @@ class Bench:
             running.calls[node].kill()
             running.ends[node] = running.calls[node].wait(10)
 
-    def wait_for(self, running: Running, node: int, order: str, then_seconds: float = 0.0) -> bool:
-        """Waits until a node has begun an order, then so much longer. False if it ends before."""
-        mark = f"order {order}"
-        while order != "start" and mark not in running.said(node):
+    def wait_for(self, running: Running, node: int, order: str, then_seconds: float = 0.0, *, times: int = 1) -> bool:
+        """Waits until a node has begun an order so many times, then so much longer. False if it ends before."""
+        mark = f"order {order}\n"
+        while order != "start" and running.said(node).count(mark) < times:
             if not running.calls[node].running():
                 return False
             time.sleep(0.002)
@@ -275,11 +295,14 @@ class Bench:
 
     def seen(self, node: int) -> Seen:
         """The view of a node as it is now, every byte of it compared."""
-        root = _version_of(self.path(node, VIEW))
+        view = self.path(node, VIEW)
+        root = _version_of(view)
         if root is None:
-            return Seen()
+            return Seen(id="of somebody" if os.path.lexists(view) else "")
+        if root.parent.name != f"{view.name}.d":
+            return Seen(id="of somebody")
         if not root.is_dir():
-            return Seen(wrong=(f"node {node}: the view leads to nothing",))
+            return Seen(id="leads nowhere")
         try:
             agreement = records.read_record(root).agreement
         except ValueError as error:
@@ -305,8 +328,9 @@ class Bench:
         for name, data in self.truth.steps[number].items():
             if self._has(self.path(node, f"{CHECKPOINT}/{name}"), data):
                 continue
-            staged = self.path(node, f"{VIEW}.d/.staging/{name}")
-            there = _bytes_of(staged) or _bytes_of(staged.with_name(f"{staged.name}.partial"))
+            kept = [*self.path(node, f"{VIEW}.d").glob("*/"), *self.path(node, f"{VIEW}.d").glob(".staging")]
+            found = [_bytes_of(folder / f"{name}{end}") for folder in kept for end in ("", ".partial")]
+            there = max(found, key=len, default=b"")
             blocks = range(0, len(data), block_bytes)
             gone = [
                 data[at : at + block_bytes]
