@@ -40,11 +40,12 @@ class Asked:
     files: int
 
 
-def many_files(cluster: Cluster, count: int, *, everywhere: bool, chunks_each: int = 2) -> None:
+def many_files(cluster: Cluster, ckpt: str, count: int, *, everywhere: bool, chunks_each: int = 2) -> None:
     """A made-up checkpoint of very many data files (zeros, sparse), spread over the nodes or whole on each of them.
 
     Args:
-        cluster: Whose nodes get it, as ``ckpt``.
+        cluster: Whose nodes get it.
+        ckpt: Name of its directory.
         count: How many data files there are.
         everywhere: Each node has all of it; else an equal part each, and node 0 the index.
         chunks_each: How many chunks each file has.
@@ -58,14 +59,14 @@ def many_files(cluster: Cluster, count: int, *, everywhere: bool, chunks_each: i
     index = metadata_bytes(placed)
     for node in cluster.nodes:
         if cluster.kind == "namespaces":
-            node.disk("ckpt", _DISK_BYTES)  # in memory: gone at once in the end
-        folder = node.path("ckpt") / STEP
+            node.disk(ckpt, _DISK_BYTES)  # in memory: gone at once in the end
+        folder = node.path(ckpt) / STEP
         folder.mkdir(parents=True)
         own = placed if everywhere else placed[node.number :: len(cluster.nodes)]
         for file in own:
             _sparse(folder / file.name, file.size_bytes)
         if everywhere or node.number == 0:
-            finish(node.path("ckpt"), index)
+            finish(node.path(ckpt), index)
 
 
 def _sparse(path: Path, size_bytes: int) -> None:
@@ -81,23 +82,23 @@ def finish(root: Path, index: bytes) -> None:
     (root / "latest_checkpointed_iteration.txt").write_text(str(int(STEP.removeprefix("iter_"))))
 
 
-def ask(cluster: Cluster, verb: str) -> Asked:
+def ask(cluster: Cluster, ckpt: str, verb: str) -> Asked:
     """Has every node ask at once: ``status``, or ``prepare`` until the data would be moved (a dry run)."""
-    answers = all_at_once(cluster, f"{_ME}:on_node_ask", [verb])
+    answers = all_at_once(cluster, f"{_ME}:on_node_ask", [verb], ckpt)
     ended = [answer["seconds"] for answer in answers]
     files = answers[0]["files"]
     return Asked(max(ended), tuple(ended), sum(answer["cpu_seconds"] for answer in answers), files)
 
 
-def ask_by_command(cluster: Cluster) -> float:
+def ask_by_command(cluster: Cluster, ckpt: str) -> float:
     """Seconds of ``ckptguard view status`` started on every node at once, until the last has ended; imports included."""
     nodes, count = cluster.nodes, str(len(cluster.nodes))
     where = ["--rdzv", f"{nodes[0].address}:{PORT}", "--nodes", count]
     began, running = time.monotonic(), []
     for node in nodes:
         own = ["--node-rank", str(node.number), "--address", node.address]
-        words = ["view", "status", str(node.place("ckpt")), *where, *own]
-        command = [sys.executable, "-m", "ckptguard.cli.main", *words]
+        words = ["view", "status", str(node.place(ckpt)), *where, *own]
+        command = [sys.executable, "-m", "ckptguard", *words]
         running.append(node.popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE))
     for process in running:
         said = process.communicate(timeout=SECONDS)[1]

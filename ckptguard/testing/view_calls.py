@@ -26,20 +26,28 @@ def imported() -> None:
     import torch.distributed  # noqa: F401
 
 
-def all_at_once(cluster: Cluster, target: str, args: Sequence[Any]) -> list[dict[str, Any]]:
-    """Runs a function on every node. It is given the arguments, its node, and the name of a file that appears when all run."""
+def all_at_once(cluster: Cluster, target: str, args: Sequence[Any], ckpt: str) -> list[dict[str, Any]]:
+    """Runs a function on every node.
+
+    Args:
+        cluster: The nodes.
+        target: ``package.module:function``. It is given the arguments, its node, and the name of a file that appears when all
+            of them run.
+        args: As plain as JSON.
+        ckpt: Name of the checkpoint's directory on each node.
+    """
     cluster.warm()
     go = fresh(cluster, "go")
-    calls = [cluster.call(node, target, [*args, _described(cluster, node), str(go)]) for node in cluster.nodes]
+    calls = [cluster.call(node, target, [*args, _described(cluster, node, ckpt), str(go)]) for node in cluster.nodes]
     time.sleep(0.5)  # until the last of them waits
     go.touch()
     return [answer_of(call.wait(SECONDS)) for call in calls]
 
 
-def _described(cluster: Cluster, node: Node) -> dict[str, Any]:
+def _described(cluster: Cluster, node: Node, ckpt: str) -> dict[str, Any]:
     return {
         "number": node.number, "count": len(cluster.nodes), "first": cluster.nodes[0].address, "address": node.address,
-        "host": node.host, "ckpt": str(node.place("ckpt")), "view": str(node.place("views") / "view"),
+        "host": node.host, "ckpt": str(node.place(ckpt)), "view": str(node.place("views") / "view"),
     }  # fmt: skip
 
 

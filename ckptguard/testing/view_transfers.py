@@ -37,6 +37,7 @@ from ckptguard.view.staging import deliver
 from ckptguard.view.values import Copy, Delivered, Delivery, Digest
 
 _ME = "ckptguard.testing.view_transfers"
+_CKPT = "saved"
 _TOKEN = "of-a-benchmark"
 _BLOCK_BYTES = 1 << 20
 _PIECE_BYTES = 8 << 20
@@ -231,15 +232,15 @@ def spread_checkpoint(cluster: Cluster, size_bytes: int) -> int:
         Bytes that the nodes lack, all together.
     """
     first, count = cluster.nodes[0], len(cluster.nodes)
-    folder = first.path("ckpt") / STEP
+    folder = first.path(_CKPT) / STEP
     refuse_failed(
-        cluster.call(first, f"{_ME}:on_node_save", [str(first.place("ckpt") / STEP), size_bytes]).wait(SECONDS)
+        cluster.call(first, f"{_ME}:on_node_save", [str(first.place(_CKPT) / STEP), size_bytes]).wait(SECONDS)
     )
-    finish(first.path("ckpt"), (folder / ".metadata").read_bytes())
+    finish(first.path(_CKPT), (folder / ".metadata").read_bytes())
     sizes = [path.stat().st_size for path in folder.iterdir()]
     for number, path in enumerate(sorted(folder.glob("*.distcp"))):
         owner = cluster.nodes[number % count]
-        target = owner.path("ckpt") / STEP / path.name
+        target = owner.path(_CKPT) / STEP / path.name
         target.parent.mkdir(parents=True, exist_ok=True)
         path.rename(target)
     return sum(sizes) * (count - 1)
@@ -266,7 +267,7 @@ def on_node_save(folder: str, size_bytes: int) -> None:
 def make_view(cluster: Cluster, missing_bytes: int) -> Moved:
     """Has all nodes make a view of what ``spread_checkpoint`` made."""
     before = _received(cluster)
-    answers = all_at_once(cluster, f"{_ME}:on_node_prepare", [])
+    answers = all_at_once(cluster, f"{_ME}:on_node_prepare", [], _CKPT)
     after = _received(cluster)
     body = sum(answer["body_bytes"] for answer in answers)
     return Moved(missing_bytes, body, after - before, max(answer["seconds"] for answer in answers))
