@@ -11,6 +11,7 @@ Rank 0 watches all ranks and every rank watches rank 0, so the traffic grows wit
 from __future__ import annotations
 
 import json
+import math
 import os
 import queue
 import signal
@@ -23,6 +24,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
 
 from ckptguard.core.errors import CkptguardError, EnvironmentFailedError
 from ckptguard.engine.ranks import World
@@ -37,6 +39,7 @@ STALL_SECONDS = 600.0  # without a byte written: file servers that fail over ans
 GRACE_SECONDS = 30.0  # for a rank's threads to end once the run has failed: torchrun kills after 30 s too
 LINGER_SECONDS = 5.0  # for the others to hear of an error before the process, and with it maybe the store, ends
 _BEAT_SECONDS = 1.0
+_LATE_SECONDS = 1.0  # more than the store's own clock, which says better what was wrong
 _POLL_SECONDS = 0.2
 _FIRST_POLL_SECONDS = 0.02
 _LONGEST_MESSAGE = 4000
@@ -167,6 +170,8 @@ class _Joined:
         self._moved_at: float | None = None
         self._failed_at = 0.0
         self._answered_at = 0.0
+        self._limit_seconds = math.inf  # until torch is imported
+        self._connected = False
         self._questions: queue.SimpleQueue[Callable[[Store], Any]] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._told: str | None = None
@@ -179,6 +184,7 @@ class _Joined:
     def meet(self) -> None:
         """Waits until the store is there."""
         self._thread.start()
+        self._clock.start()
         self._ask(lambda store: True)
 
     def tell(self, key: str, text: str = "") -> None:
@@ -239,7 +245,7 @@ class _Joined:
         """SIGTERM: raises what the other thread found, or has it find out why somebody sent it."""
         if self._calm or self._raised:
             return
-        if self._failure is None and self._clock.is_alive():
+        if self._failure is None and self._connected:
             self._terminated = True
             return
         self._raised = True
@@ -248,7 +254,8 @@ class _Joined:
     def leave(self, error: BaseException | None) -> None:
         """Ends in order: tells an error that arose here; rank 0 stays until the others have gone."""
         self._calm = True
-        if not self._clock.is_alive():
+        if not self._connected:
+            self._gone = True
             return
         self._told = None if error is None or error is self._failure else _said(error)
         self._leaving = True
@@ -262,8 +269,6 @@ class _Joined:
     def _watch(self) -> None:
         try:
             store = self._connect()
-            self._answered_at = time.monotonic()
-            self._clock.start()
             while not self._leaving:
                 self._look(store)
                 self._serve(store)
@@ -273,11 +278,19 @@ class _Joined:
 
     def _connect(self) -> Store:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # its C++ backtraces; the error itself is raised
-        from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
+        from torch.distributed import PrefixStore, TCPStore, rendezvous  # type: ignore[attr-defined]
 
-        world = self.world
-        limit = timedelta(seconds=self._terms.arrival_seconds)
-        store = PrefixStore("ckptguard", next(rendezvous(world.rendezvous, world.rank, world.size, timeout=limit))[0])
+        world, limit_seconds = self.world, self._terms.arrival_seconds
+        self._answered_at, self._limit_seconds = time.monotonic(), limit_seconds + _LATE_SECONDS
+        where, limit = urlsplit(world.rendezvous), timedelta(seconds=limit_seconds)
+        if where.scheme == "tcp" and where.hostname and where.port:
+            # Does not wait for the others: the beats say which of them does not come.
+            server = TCPStore(where.hostname, where.port, world.size, world.first, limit, wait_for_workers=False)
+        else:
+            server = next(rendezvous(world.rendezvous, world.rank, world.size, timeout=limit))[0]
+        store = PrefixStore("ckptguard", server)
+        self._answered_at, self._limit_seconds = time.monotonic(), self._terms.silence_seconds
+        self._connected = True
         for rank in self._others if world.first else (0,):
             store.compare_set(_beat(rank), "", _NEW)  # only where it is missing
             self._beats[rank] = (_NEW, time.monotonic())
@@ -401,11 +414,10 @@ class _Joined:
 
     def _watch_time(self) -> None:
         """Ends what has no time limit of its own: calls of a store whose process is frozen, and threads that are stuck."""
-        silence = self._terms.silence_seconds
         while not self._gone:
             now = time.monotonic()
-            if not self._lost and now - self._answered_at > silence and self._thread.is_alive():
-                self._lose(f"no answer for {silence:.0f} s")
+            if not self._lost and now - self._answered_at > self._limit_seconds and self._thread.is_alive():
+                self._lose(f"no answer for {self._limit_seconds:.0f} s")
             if self._failure is not None and not self._calm and now - self._failed_at > GRACE_SECONDS:
                 sys.stderr.write(f"{self._failure}\n")
                 sys.stderr.flush()
