@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -129,8 +130,8 @@ class Filling:
             if _own(self.final):
                 os.replace(self.final, self.partial)
             elif not _own(self.partial):
-                self.partial.unlink(missing_ok=True)
-            self.final.unlink(missing_ok=True)
+                remove(self.partial)
+            remove(self.final)
             handle = self._open(os.O_CREAT)
             try:
                 self._earlier_bytes = os.fstat(handle).st_size
@@ -364,6 +365,14 @@ def _own(path: Path) -> bool:
     except FileNotFoundError:
         return False
     return stat.S_ISREG(status.st_mode) and status.st_nlink == 1
+
+
+def remove(path: Path) -> None:
+    """Removes what stands where a file is to be made, whatever it is."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def is_own(path: Path, size_bytes: int) -> bool:

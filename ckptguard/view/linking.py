@@ -13,7 +13,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from ckptguard.view.filling import UNIT_BYTES, WINDOW_BYTES, SourceError, differing, partial_of, writing
+from ckptguard.view.filling import UNIT_BYTES, WINDOW_BYTES, SourceError, differing, partial_of, remove, writing
 from ckptguard.view.server import Stamp
 from ckptguard.view.values import Digest
 
@@ -57,7 +57,7 @@ def clone_or_link(
     partial = partial_of(final)
     with writing(final, needed_bytes):
         final.parent.mkdir(parents=True, exist_ok=True)
-        partial.unlink(missing_ok=True)
+        remove(partial)
         how = "cloned" if _clone(real, partial) else "linked" if _link(real, partial) else ""
     if not how:
         return ""
@@ -71,6 +71,8 @@ def clone_or_link(
         partial.unlink(missing_ok=True)
         raise
     with writing(final, needed_bytes):
+        if final.is_dir():
+            remove(final)
         os.replace(partial, final)
         partial.unlink(missing_ok=True)  # between two names of one file a rename does nothing (rename(2))
     return how

@@ -11,11 +11,12 @@ that is left (docs/design/011-views.md).
 
 from __future__ import annotations
 
+import json
 import secrets
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -111,12 +112,13 @@ def prepare(options: Options, progress: Progress = SILENT) -> Result:
 
     Raises:
         UsageError: The options contradict each other or what stands where the view is to be.
+        NotFoundError: No node has any checkpoint.
         DamagedError: No step can be made whole; says why for each.
         EnvironmentFailedError: A node failed, fell silent or did not come, the network broke, a disk is full. On every node.
     """
     if options.view is None:
         raise UsageError("no path for the view is given", next_step="Give one with --view.")
-    with _met(options) as peers, ExitStack() as stack:
+    with _met(options, f"prepare{' --dry-run' if options.dry_run else ''}") as peers, ExitStack() as stack:
         site = Site(options.view)  # only now: the other nodes hear what is wrong with it
         site.refuse_places(options.places)
         sees = _who_shares(site, peers, stack) if not options.dry_run else (peers.world.rank,)
@@ -145,17 +147,32 @@ def status(options: Options, progress: Progress = SILENT) -> Result:
     Raises:
         EnvironmentFailedError: As ``prepare``.
     """
-    with _met(options) as peers:
+    with _met(options, "status") as peers:
         return _follow(options, peers, _Surveyor(options, progress), survey_only=True)
 
 
 @contextmanager
-def _met(options: Options) -> Iterator[Peers]:
+def _met(options: Options, doing: str) -> Iterator[Peers]:
     nodes = options.nodes
     world = World(nodes.number, nodes.count, 1, nodes.rendezvous, nodes.rendezvous.partition("://")[2])
     terms = Terms(options.timeout_seconds, options.silence_seconds, "node", _AGAIN)
     with joined(world, terms) as peers:
+        _refuse_differing(options, doing, peers)
         yield peers
+
+
+def _refuse_differing(options: Options, doing: str, peers: Peers) -> None:
+    """Raises UsageError where a node is asked for something else than node 0: a part of it would be prepared, not all."""
+    layout = str(options.layout or "")
+    own = {"command": doing, "--step": options.step or "", "layout": layout}
+    first = json.loads(_word(peers, "options", json.dumps(own)))
+    for what, value in own.items():
+        if value != first[what]:
+            node = f"node {peers.world.rank} ({options.nodes.host})"
+            raise UsageError(
+                f"{what} is {value or 'not given'} on {node}, and {first[what] or 'not given'} on node 0",
+                next_step="Run the same command on all nodes.",
+            )
 
 
 def _who_shares(site: Site, peers: Peers, stack: ExitStack) -> tuple[int, ...]:
@@ -400,10 +417,19 @@ class _Worker(_Surveyor):
     def _publish(self, order: Order) -> None:
         assert order.agreement is not None
         if self.node in order.agreement.origins:
+            self._refuse_changed(order.agreement.origins[self.node])
             version = self._site.finish(order.agreement, self.node)
             self._version = version
             version.publish()
         self._server.state = "published"
+
+    def _refuse_changed(self, names: Iterable[str]) -> None:
+        """A linked file that is written to is written to in the view too: better not to publish it at all."""
+        if changed := self._server.changed(names):
+            raise EnvironmentFailedError(
+                f"{self._staging / changed[0]}: changed since it was checked: something writes to the checkpoint",
+                next_step=f"Find what does. {_AGAIN}",
+            )
 
     def decide(self) -> None:
         """From here on this node keeps what it has published, and says so to nodes that ask.

@@ -12,10 +12,12 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
+import logging
 import os
 import re
 import socket
 import threading
+from collections.abc import Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -255,6 +257,18 @@ class Server:
         except OSError:
             return False
 
+    def changed(self, names: Iterable[str]) -> list[str]:
+        """Those of the names under which a whole file is offered that is not what it was then."""
+        out = []
+        for name in names:
+            there = self._offers.get(name)
+            try:
+                if isinstance(there, _Whole) and Stamp.of(there.path) != there.stamp:
+                    out.append(name)
+            except OSError:
+                out.append(name)
+        return out
+
     def heard(self, count_bytes: int) -> None:
         """So many bytes have come to this node; shows those who wait for it that waiting has a point. Thread-safe."""
         with self._lock:
@@ -278,7 +292,7 @@ class Server:
 
         self._loop = asyncio.get_running_loop()
         self._news, self._ending = asyncio.Event(), asyncio.Event()
-        server = web.Server(self._answer, access_log=None, keepalive_timeout=_KEEP_ALIVE_SECONDS)
+        server = web.Server(self._answer, access_log=None, logger=_logger(), keepalive_timeout=_KEEP_ALIVE_SECONDS)
         runner = web.ServerRunner(server, shutdown_timeout=0.25)
         try:
             await runner.setup()
@@ -365,10 +379,13 @@ class Server:
             response.content_length = end - begin
             await response.prepare(request)
             if request.method == "GET" and end > begin and request.transport is not None:
-                sent = await self._loop.sendfile(request.transport, file, begin, end - begin)
+                sent = 0
+                with suppress(OSError):  # the client has gone, or the disk cannot be read
+                    sent = await self._loop.sendfile(request.transport, file, begin, end - begin)
                 self.served_bytes += sent
                 if sent < end - begin:  # cut short meanwhile: the client must not wait for the rest
                     request.transport.abort()
+                    return response
             await response.write_eof()
             return response
         finally:
@@ -385,6 +402,15 @@ class Server:
         # Reads of several requests begin side by side here, or else each would hold up the loop's one thread.
         os.posix_fadvise(file.fileno(), begin, end - begin, os.POSIX_FADV_WILLNEED)
         return file
+
+
+def _logger() -> logging.Logger:
+    """aiohttp's, without what is wrong with requests: whoever sends such is told, and the user cannot change it."""
+    from aiohttp.http_exceptions import HttpProcessingError
+
+    logger = logging.getLogger("aiohttp.server").getChild("ckptguard")
+    logger.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
+    return logger
 
 
 def _listen(address: str) -> tuple[socket.socket, str]:
