@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -74,8 +75,8 @@ def imported() -> None:
     os.environ["TORCH_CPP_LOG_LEVEL"] = (
         "FATAL"  # read when torch is imported; ``engine.peers`` sets it before it does that
     )
-    import aiohttp.web
-    import torch.distributed  # noqa: F401
+    for name in ("aiohttp.web", "torch.distributed"):
+        importlib.import_module(name)
 
 
 def prepare_here(asked: dict[str, Any]) -> int:

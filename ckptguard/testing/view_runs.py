@@ -285,7 +285,7 @@ class Bench:
             root = _version_of(view)
             if root is None or not root.is_dir():
                 continue
-            found = {path.relative_to(root).as_posix(): path.lstat().st_size for path in _files(root)}
+            found = {path.relative_to(root).as_posix(): size for path, size in _files(root)}
             whole = any(
                 all(found.get(name) == len(data) for name, data in files.items()) and records.NAME in found
                 for files in self.truth.steps.values()
@@ -310,7 +310,7 @@ class Bench:
         number = agreement.step.number
         published = records.read_publication(root.with_name(f"{root.name}.json"))
         names = {*self.truth.steps.get(number, {}), TRACKER, "latest_train_state.pt", records.NAME}
-        found = {path.relative_to(root).as_posix(): path for path in _files(root)}
+        found = {path.relative_to(root).as_posix(): path for path, _ in _files(root)}
         wrong = [f"{name} is no file of the step" for name in found.keys() - names]
         wrong += [
             f"{name} is not as it was saved"
@@ -359,12 +359,12 @@ def _version_of(view: Path) -> Path | None:
         return None
 
 
-def _files(root: Path) -> Iterator[Path]:
+def _files(root: Path) -> Iterator[tuple[Path, int]]:
+    """All files below, with their sizes; some may vanish meanwhile."""
     for folder, _, names in root.walk():
         for name in names:
             with suppress(FileNotFoundError):
-                (folder / name).lstat()
-                yield folder / name
+                yield folder / name, (folder / name).lstat().st_size
 
 
 def _bytes_of(path: Path) -> bytes:

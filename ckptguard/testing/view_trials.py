@@ -247,4 +247,11 @@ class _Trial:
         self.wrong += [f"next prepare: {name} is left" for name in left]
 
 
-_CAN_HAVE_ONE = frozenset(KINDS) - {"disk too small", "disk fills up", "read-only", "foreign view", "old garbage"}
+_CAN_HAVE_ONE = frozenset(KINDS) - {
+    "disk too small",
+    "disk fills up",
+    "read-only",
+    "foreign view",
+    "old garbage",
+    "no permission",
+}
