@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptguard.cli import options
-from ckptguard.core.errors import ExitCode, UsageError
+from ckptguard.core.errors import ExitCode, NotFoundError, UsageError
 
 if TYPE_CHECKING:
     from ckptguard.view.launching import Training
@@ -88,6 +88,11 @@ def view() -> None:
 )
 @_node_options
 @options.threads_option
+@click.option(
+    "--allow-none",
+    is_flag=True,
+    help="That no node has any checkpoint is no error: training starts anew, without a view.",
+)
 @click.option("--dry-run", is_flag=True, help="Say what would be chosen and moved; move nothing but the index.")
 @options.json_option
 def prepare(ckpt_dir: str, line: tuple[str, ...], **chosen: Any) -> int:
@@ -105,8 +110,13 @@ def prepare(ckpt_dir: str, line: tuple[str, ...], **chosen: Any) -> int:
     training = training_of(line, chosen["framework"])
     asked = _asked(ckpt_dir, training, chosen)
     _say_nodes(asked.nodes, as_json=as_json)
-    with progress_bar(wanted=not as_json) as progress:
-        result = prepare_view(asked, progress)
+    try:
+        with progress_bar(wanted=not as_json) as progress:
+            result = prepare_view(asked, progress)
+    except NotFoundError as error:
+        if not chosen["allow_none"]:
+            raise
+        return _first_start(error.message, training, environment, as_json=as_json)
     if as_json:
         options.print_json(result_dict(result, asked.nodes))
     else:
@@ -118,6 +128,17 @@ def prepare(ckpt_dir: str, line: tuple[str, ...], **chosen: Any) -> int:
     if not as_json and launch.added:
         _say([f"  starting your line {shlex.join(('+', *launch.added))}"])
     return run(launch.words, environment)
+
+
+def _first_start(why: str, training: Training | None, environment: dict[str, str], *, as_json: bool) -> int:
+    """There is nothing to resume from, and the user has said that this is no error: the line is run as it is."""
+    from ckptguard.view.launching import run
+
+    if as_json:
+        options.print_json({"agreement": None, "view": None, "notes": [why]})
+    else:
+        _say([f"{why}: training starts anew"])
+    return ExitCode.OK if training is None else run(training.line.words, environment)
 
 
 @view.command(short_help="What each node has, and which step could be whole; changes nothing.")

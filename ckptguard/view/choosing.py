@@ -115,7 +115,7 @@ def _candidate(step: Step, found: Sequence[FoundStep], hosts: Mapping[int, str],
         if step.kind == "global"
     ]
     if step.kind == "local":
-        return _local(step, ours, tuple(notes), ranks)
+        return _local(step, ours, tuple(notes), ranks, found)
     naming = [one for one in ours if one.step.save]
     if not naming:
         return Candidate(step, {}, {}, (), (f"no node has its .metadata ({_few(notes)})",), tuple(notes))
@@ -152,11 +152,14 @@ def _small(
     return small, lacking
 
 
-def _local(step: Step, ours: Sequence[FoundStep], notes: tuple[str, ...], ranks: int | None) -> Candidate:
+def _local(
+    step: Step, ours: Sequence[FoundStep], notes: tuple[str, ...], ranks: int | None, found: Sequence[FoundStep]
+) -> Candidate:
+    """Without an index only the number of ranks says what is missing; else the highest rank of any local step has to."""
     there = _by_name(copy for one in ours for copy in one.copies)
-    parsed = {name: nvrx_local.parse(name.rpartition("/")[2]) for name in there}
-    by_rank = {one.rank: name for name, one in parsed.items() if one is not None}
-    count = ranks or max(by_rank, default=-1) + 1
+    by_rank = {_rank_of(name): name for name in there}
+    seen = [_rank_of(copy.name) for one in found if one.step.kind == "local" for copy in one.copies]
+    count = ranks or max(seen, default=-1) + 1
     lacking = []
     if missing := [rank for rank in range(count) if rank not in by_rank]:
         lacking.append(f"no node has the file of rank {_few(list(map(str, missing)))} of {count}")
@@ -164,6 +167,8 @@ def _local(step: Step, ours: Sequence[FoundStep], notes: tuple[str, ...], ranks:
         lacking.append(
             f"it has a file of rank {max(beyond)}, but the run has {count} ranks: a local checkpoint fits one layout"
         )
+    if ranks is None and notes:
+        lacking.append(f"how many ranks it is of is not known (--ranks-per-node says it), and {notes[0]}")
     if not by_rank:
         lacking.append(f"no file of it can be used ({_few(notes)})")
     data = {}
@@ -172,6 +177,12 @@ def _local(step: Step, ours: Sequence[FoundStep], notes: tuple[str, ...], ranks:
         if not data[name]:
             lacking.append(_no_copy(name, copies, 1))
     return Candidate(step, {}, data, (), tuple(lacking), notes)
+
+
+def _rank_of(name: str) -> int:
+    parsed = nvrx_local.parse(name.rpartition("/")[2])
+    assert parsed is not None, name  # the survey takes no others
+    return parsed.rank
 
 
 def _by_name(copies: Iterable[Copy]) -> dict[str, tuple[Copy, ...]]:

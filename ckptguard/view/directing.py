@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ckptguard.core.errors import CkptguardError, DamagedError, EnvironmentFailedError, UsageError
+from ckptguard.core.errors import CkptguardError, DamagedError, EnvironmentFailedError, NotFoundError
 from ckptguard.view.choosing import Candidate, choose, tracker_note
 from ckptguard.view.collecting import Collected, Collecting, UnableError
 from ckptguard.view.orders import Answer, Order, Refusal
@@ -111,20 +111,22 @@ def _refuse(
 
 
 def _none_left(wanted: Wanted, reports: Sequence[NodeReport], passed_over: Sequence[str]) -> Refusal:
-    if not passed_over:
-        looked = "; ".join(f"node {r.node} ({r.host}): {', '.join(r.places)}" for r in reports)
-        what = "no checkpoint" if wanted.step is None else f"no checkpoint of step {wanted.step}"
-        return Refusal(
-            "damaged", f"{what} on any node. Looked at {looked}", "Give the directory that training saves to."
+    if passed_over:
+        what = (
+            "no step can be made whole on every node"
+            if wanted.step is None
+            else f"step {wanted.step} cannot be made whole"
         )
-    what = (
-        "no step can be made whole on every node" if wanted.step is None else f"step {wanted.step} cannot be made whole"
-    )
-    return Refusal(
-        "damaged",
-        "\n  ".join([f"{what}:", *passed_over]),
-        "Bring back a node or a disk that has the missing files, or name another place with --source.",
-    )
+        step = "Bring back a node or a disk that has the missing files, or name another place with --source."
+        return Refusal("damaged", "\n  ".join([f"{what}:", *passed_over]), step)
+    looked = "; ".join(f"node {r.node} ({r.host}): {', '.join(r.places)}" for r in reports)
+    what = "no checkpoint" if wanted.step is None else f"no checkpoint of step {wanted.step}"
+    message, step = f"{what} on any node. Looked at {looked}", "Give the directory that training saves to."
+    trackers = sorted({said for report in reports for said in report.trackers.values()})
+    if trackers or wanted.step is not None:
+        told = f", though trackers say {', '.join(trackers)}" if trackers else ""
+        return Refusal("damaged", message + told, step)
+    return Refusal("absent", message, f"{step} For the first start of a run there is --allow-none.")
 
 
 def _reports(answers: Iterable[Answer]) -> tuple[NodeReport, ...]:
@@ -188,9 +190,9 @@ class _Attempt:
 
 
 _ERRORS: Mapping[str, type[CkptguardError]] = {
+    "absent": NotFoundError,
     "damaged": DamagedError,
     "environment": EnvironmentFailedError,
-    "usage": UsageError,
 }
 
 

@@ -13,7 +13,7 @@ from typing import Literal
 from ckptguard.view.values import Agreement, Checked, Copy, Delivered, Delivery, Needs, NodeReport, Step
 
 Verb = Literal["survey", "needs", "check", "compare", "offer", "deliver", "publish", "confirm", "end"]
-Blame = Literal["damaged", "environment", "usage"]
+Blame = Literal["absent", "damaged", "environment"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Refusal:
     """Why there is no view, the same on every node.
 
     Attributes:
-        blame: Which kind of error it is.
+        blame: Which kind of error it is; ``absent``: there is no checkpoint at all.
         message: What was found, with node, file and cause.
         next_step: What to do about it.
     """
