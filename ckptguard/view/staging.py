@@ -39,7 +39,7 @@ from ckptguard.view.linking import clone_or_link
 from ckptguard.view.server import Arriving, Server, Stamp
 from ckptguard.view.values import Copy, Delivered, Delivery
 
-_LEAST_THREADS = 8  # they wait for the network more than they work
+_LEAST_THREADS = 8  # where they wait for the network more than they work; writers of one file wait for each other
 _POLL_SECONDS = 0.2
 _NO_STAMPS: Mapping[Copy, Stamp] = MappingProxyType({})
 
@@ -74,7 +74,7 @@ def deliver(
         urls: Where the servers of the other nodes answer.
         token: Of this run.
         progress: Hears of all bytes of all deliveries, moved or not.
-        threads: As many ranges come at once; by default as many as cores, eight at least.
+        threads: As many ranges come at once; by default as many as cores, and at least eight if any comes from elsewhere.
         timeout_seconds: A node that sends no byte for so long is given up.
         stamps: Of copies on this node, from before they were checked.
         recheck: Read again what was linked or cloned.
@@ -96,7 +96,9 @@ def deliver(
                 stack.callback(run.peers[number].close)
         run.begin(deliveries)
         try:
-            _work(run, threads or max(default_threads(), _LEAST_THREADS), stop or threading.Event())
+            near = all(delivery.copy.node == node and delivery.copy.place == 0 for delivery in deliveries)
+            least = default_threads() if near else max(default_threads(), _LEAST_THREADS)
+            _work(run, threads or least, stop or threading.Event())
             run.sync()
         except CkptguardError as error:
             run.give_up(error.message)
