@@ -65,9 +65,6 @@ class RunFlags(Protocol):
     def loading_local(self, folder: str) -> tuple[str, ...]:
         """What makes a run start from local checkpoints, one file per rank, in a folder. New ones are saved there too."""
 
-    def local_interval(self, arguments: Sequence[str]) -> int | None:
-        """Steps between non-persistent saves, if the arguments say so."""
-
 
 def flag_value(arguments: Sequence[str], *names: str) -> str | None:
     """The last value of an argparse flag under any of its names; empty for one without a value; None if it is not there."""
@@ -187,10 +184,6 @@ class MegatronLM:
         """The manager is made with this directory and no session (megatron/training/training.py, pretrain)."""
         return "--non-persistent-ckpt-type", "local", "--non-persistent-local-ckpt-dir", folder
 
-    def local_interval(self, arguments: Sequence[str]) -> int | None:
-        """``--non-persistent-save-interval``."""
-        return _number(flag_value(arguments, "--non-persistent-save-interval"))
-
 
 _BRIDGE_REFUSED = {
     ("checkpoint.finetune", "true"): "it loads weights only and begins again at iteration 0; name"
@@ -284,10 +277,6 @@ class Bridge:
             "checkpoint.non_persistent_ckpt_type=local",
             f"checkpoint.non_persistent_local_ckpt_dir={_quoted(folder)}",
         )
-
-    def local_interval(self, arguments: Sequence[str]) -> int | None:
-        """``checkpoint.non_persistent_save_interval``."""
-        return _number(override_value(arguments, "checkpoint.non_persistent_save_interval"))
 
 
 def _quoted(path: str) -> str:

@@ -54,7 +54,7 @@ def choose(reports: Sequence[NodeReport], *, step: str | None, ranks: int | None
         step: The only one wanted: a number, or ``release``.
         ranks: Processes of the training run, where they are known: local checkpoints have a file for each.
     """
-    found = [one for report in reports for one in report.found if step is None or one.step.number == step]
+    found = [one for one in _of_this_run(reports) if step is None or one.step.number == step]
     hosts = {report.node: report.host for report in reports}
     candidates = [_candidate(one, found, hosts, ranks) for one in _saves(found)]
     candidates.sort(key=_rank, reverse=True)
@@ -82,6 +82,17 @@ def tracker_note(reports: Sequence[NodeReport]) -> str | None:
     return "trackers disagree: " + "; ".join(
         f"{value} says {_few(sorted(set(where)))}" for value, where in sorted(said.items())
     )
+
+
+def _of_this_run(reports: Sequence[NodeReport]) -> list[FoundStep]:
+    """All but global saves that stand in earlier versions of the view only: where they come from is gone, or was cleared away.
+
+    Local checkpoints are saved into the view itself.
+    """
+    found = [one for report in reports for one in report.found]
+    earlier = {report.node: report.earlier for report in reports}
+    elsewhere = {one.step for one in found if one.place != earlier[one.node]}
+    return [one for one in found if one.place != earlier[one.node] or one.step.kind == "local" or one.step in elsewhere]
 
 
 def _saves(found: Sequence[FoundStep]) -> list[Step]:

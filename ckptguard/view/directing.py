@@ -186,6 +186,7 @@ class _Attempt:
             self.passed_over,
             self.collecting.digests(),
             self.collecting.origins(),
+            self.reports[0].places[: self.reports[0].earlier],
         )
 
 

@@ -26,14 +26,15 @@ def remove_all_but(root: Path, names: Set[str]) -> None:
             folder.rmdir()
 
 
-def seal(root: Path) -> None:
-    """Waits until all is on the disk, then makes the directories read-only."""
+def seal(root: Path, *, writable: bool = False) -> None:
+    """Waits until all is on the disk, then makes the directories read-only, unless they are to stay writable."""
     folders = [Path(folder) for folder, _, _ in os.walk(root, topdown=False)]
     files = (path for folder in folders for path in folder.iterdir() if path.is_file())
     for _ in workers.run(files, _sync_file):
         pass
     for folder in folders:
-        os.chmod(folder, folder.stat().st_mode & 0o777 & ~_ALL_WRITE)
+        if not writable:
+            os.chmod(folder, folder.stat().st_mode & 0o777 & ~_ALL_WRITE)
         sync_directory(folder)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import signal
 import sys
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from ckptguard.core.errors import EnvironmentFailedError, UnsupportedError, UsageError
+from ckptguard.core.errors import EnvironmentFailedError, UsageError
 from ckptguard.megatron.launch_line import Framework, LaunchLine, command_of, framework_of, understand
 from ckptguard.megatron.run_flags import FLAGS
 from ckptguard.view.values import Step
@@ -91,9 +90,6 @@ def launch_of(training: Training, view: Path, step: Step) -> Launch:
         training: As of ``training_of``.
         view: The view's path.
         step: What it holds.
-
-    Raises:
-        UnsupportedError: The run would save into the view.
     """
     line = training.line
     folder = str(view / step.save if step.kind == "local" else view)  # the manager is made without a session
@@ -103,14 +99,6 @@ def launch_of(training: Training, view: Path, step: Step) -> Launch:
     flags = FLAGS[training.framework]
     notes = []
     if step.kind == "local":
-        every = flags.local_interval(line.arguments)
-        if every:
-            raise UnsupportedError(
-                f"{view} holds {step.title}, and the run saves such checkpoints every {every} steps into the directory that it"
-                " loads from: a view is read-only",
-                next_step=f"Copy it, and name the copy as the run's directory: cp -r {shlex.quote(folder)}/. DIR; or take a"
-                " global checkpoint with --step.",
-            )
         added = flags.loading_local(folder)
     else:
         added = flags.loading(line.arguments, folder, step.iteration if step.number.isdigit() else None)

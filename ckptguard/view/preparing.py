@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ckptguard.core.errors import EnvironmentFailedError, UsageError
+from ckptguard.core.errors import DamagedError, EnvironmentFailedError, UsageError
 from ckptguard.engine.peers import Peers, Terms, barrier, joined
 from ckptguard.engine.ranks import World
 from ckptguard.engine.workers import SILENT, Progress
@@ -37,6 +37,7 @@ from ckptguard.view.needs import needed
 from ckptguard.view.nodes import Nodes
 from ckptguard.view.orders import Answer, Order
 from ckptguard.view.publishing import Site, Version
+from ckptguard.view.records import read_record
 from ckptguard.view.server import Server, Stamp
 from ckptguard.view.staging import deliver
 from ckptguard.view.survey import number_of, survey
@@ -251,6 +252,14 @@ def _outcome_of(directing: object) -> Outcome | None:
     raise AssertionError("an order after the end")
 
 
+def _made_from(version: Version, place: str) -> bool:
+    """Whether a version is of the run that saves there: another run's may hold a step of the same number."""
+    try:
+        return read_record(version.path).agreement.places[:1] == (place,)
+    except DamagedError:
+        return False
+
+
 class _Surveyor:
     """What a node does for ``status``: it looks, and changes nothing."""
 
@@ -305,7 +314,7 @@ class _Worker(_Surveyor):
         super().__init__(options, progress)
         self._site, self._server, self._staging, self._token, self._sees = site, server, staging, token, sees
         self._notes = notes
-        if (earlier := site.current()) is not None and earlier.path.is_dir():
+        if (earlier := site.current()) is not None and _made_from(earlier, options.places[0]):
             self._looked_at = (*options.places, str(earlier.path))
         self._urls: Mapping[int, str] = {}
         self._stamps: dict[Copy, Stamp] = {}

@@ -11,7 +11,7 @@ from ckptguard.core.errors import DamagedError, UsageError
 from ckptguard.engine.write_calls import writing
 from ckptguard.view.directories import remove_tree
 from ckptguard.view.publishing import Site, Version
-from ckptguard.view.records import Publication, read_record
+from ckptguard.view.records import NAME, Publication, read_record
 from ckptguard.view.values import Step
 
 
@@ -28,6 +28,7 @@ class View:
             system shares blocks between files.
         step: What it holds; None of the staging directory, or if its record cannot be read.
         made: When the nodes agreed on it, ISO 8601 in UTC, by the clock of node 0.
+        saved_later: Files that are not of its record: local checkpoints that a run saved there. It stays, then.
         problem: What is wrong with its record, in a sentence; "" if nothing is.
     """
 
@@ -38,6 +39,7 @@ class View:
     own_bytes: int
     step: Step | None = None
     made: str = ""
+    saved_later: int = 0
     problem: str = ""
 
     @property
@@ -103,6 +105,7 @@ def _unneeded(there: Sequence[View], current: str, keep: int) -> tuple[View, ...
     """All but the current version and the newest others of those that are confirmed. Takes them the newest first."""
     others = [view for view in there if view.confirmed and view.path.name != current]
     kept = {current, *(view.path.name for view in others[: keep - 1 if current else keep])}
+    kept |= {view.path.name for view in there if view.saved_later}
     return tuple(view for view in there if view.path.name not in kept)
 
 
@@ -113,10 +116,15 @@ def _moment(view: View) -> str:
 def _look(version: Version, current: bool) -> View:
     sizes = _size(version.path)
     try:
-        agreement = read_record(version.path).agreement
+        record = read_record(version.path)
     except DamagedError as error:
         return View(version.path, current, version.publication(), *sizes, problem=error.message)
-    return View(version.path, current, version.publication(), *sizes, agreement.step, agreement.made)
+    agreement = record.agreement
+    later = 0
+    if agreement.step.kind == "local":
+        ours = {NAME, *agreement.origins.get(record.node, {})}
+        later = sum(path.relative_to(version.path).as_posix() not in ours for path in version.path.rglob("*_local.pt"))
+    return View(version.path, current, version.publication(), *sizes, agreement.step, agreement.made, later)
 
 
 def _size(root: Path) -> tuple[int, int]:

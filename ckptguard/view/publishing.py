@@ -227,7 +227,8 @@ class Site:
             for name, data in _trackers(self.staging, agreement.step).items():
                 records.put_file(self.staging / name, data)
             records.write_record(self.staging, agreement, node)
-            seal(self.staging)
+            # nvidia-resiliency-ext's manager saves into the directory that it loads from.
+            seal(self.staging, writable=agreement.step.kind == "local")
             os.rename(self.staging, version.path)
             sync_directory(self.versions)
         return version

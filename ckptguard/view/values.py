@@ -230,6 +230,7 @@ class Agreement:
         passed_over: Newer steps that were not taken, and why, in sentences.
         files: Per name, digest of what was staged on any node.
         origins: Per node and name, how and whence it came: ``linked from /ckpt``, ``fetched from node 0 (hostname)``.
+        places: Where node 0 looked: CKPT_DIR and the sources.
     """
 
     id: str
@@ -241,3 +242,4 @@ class Agreement:
     passed_over: tuple[str, ...] = ()
     files: Mapping[str, Digest] = field(default_factory=lambda: MappingProxyType({}))
     origins: Mapping[int, Mapping[str, str]] = field(default_factory=lambda: MappingProxyType({}))
+    places: tuple[str, ...] = ()

@@ -29,6 +29,7 @@ class MadeUpNode:
     tracker: str = ""
     free_bytes: int = GIB
     sees: tuple[int, ...] = ()
+    earlier: int | None = None
     reads: tuple[str, ...] | None = None
     staged: dict[str, str] = field(default_factory=dict)
     view: str = ""
@@ -98,7 +99,7 @@ class MadeUpCluster:
         places = tuple("/ckpt" if place == 0 else f"/source{place}" for place in range(len(node.places)))
         return NodeReport(
             number, f"host{number}", places, f"http://10.0.0.{number}", trackers, tuple(found), (), node.free_bytes,
-            sees=node.sees or (number,),
+            node.earlier, node.sees or (number,),
         )  # fmt: skip
 
     def _found(self, number: int, place: int, step: str, files: Mapping[str, str]) -> FoundStep:

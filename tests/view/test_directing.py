@@ -215,6 +215,19 @@ def test_too_little_room_is_told_before_anything_is_moved() -> None:
     assert "bytes are missing there, and 20 bytes are free" in outcome.refusal.message
 
 
+def test_an_earlier_view_gives_files_of_a_save_that_is_still_there_and_no_other() -> None:
+    earlier = {"20": {**SHARDS, **INDEX}, "30": {**SHARDS, ".metadata": "other", "metadata.json": "{}"}}
+    made = cluster(node(0, 1, index=True), MadeUpNode([{}, earlier], earlier=1))
+    outcome = made.run()
+    assert outcome.agreement is not None
+    assert outcome.agreement.step.number == "20"
+    assert [one.staged for one in made.nodes] == [whole()] * 2
+    assert all(d.via is None for o in made.orders for d in o.deliveries if d.node == 1), "nothing is fetched again"
+    alone = cluster(MadeUpNode([{}, earlier], earlier=1), MadeUpNode([{}])).run()
+    assert alone.refusal is not None
+    assert alone.refusal.blame == "absent"
+
+
 def test_nodes_that_share_the_views_directory_act_as_one() -> None:
     made = cluster(node(0, 1, index=True, sees=(0, 1)), node(2, 3, sees=(0, 1)))
     outcome = made.run()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptguard.core.errors import UnsupportedError, UsageError
+from ckptguard.core.errors import UsageError
 from ckptguard.layout.layouts import Layout
 from ckptguard.megatron.launch_line import understand
 from ckptguard.megatron.run_layout import LayoutSaid, layout_said
@@ -61,8 +61,6 @@ def test_local_checkpoints() -> None:
         "checkpoint.non_persistent_ckpt_type=local",
         "checkpoint.non_persistent_local_ckpt_dir=/ckpt/view/s1",
     )
-    with pytest.raises(UnsupportedError, match="every 5 steps"):
-        _launch(f"{LM} --non-persistent-save-interval 5", Step("local", "20"))
 
 
 def test_a_placeholder_is_filled_and_nothing_is_added() -> None:

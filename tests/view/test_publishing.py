@@ -118,6 +118,20 @@ def test_what_is_not_named_for_the_node_is_left_out(held: Site) -> None:
     assert not (held.versions / "0000020-1f3a" / "iter_0000010").exists()
 
 
+def test_local_checkpoints_are_saved_where_they_are_loaded_from(held: Site) -> None:
+    version = finished(held, "20", kind="local")
+    version.publish()
+    version.confirm()
+    assert os.stat(version.path).st_mode & 0o200
+    later = version.path / "0" / "iter_0000030_0_local.pt"
+    later.parent.mkdir(exist_ok=True)
+    later.write_bytes(b"saved by the run")
+    newer = finished(held, "40", "2f3a")
+    newer.publish()
+    newer.confirm()
+    assert [view.saved_later for view in views(held.view)] == [0, 1]
+
+
 @pytest.mark.parametrize("spoil", [Path.unlink, lambda path: path.write_bytes(b"longer than it was, by far")])
 def test_a_staged_file_that_changed_is_told(held: Site, spoil: Callable[[Path], Any]) -> None:
     held.recover()
