@@ -116,6 +116,7 @@ def prepare(ckpt_dir: str, line: tuple[str, ...], **chosen: Any) -> int:
     except NotFoundError as error:
         if not chosen["allow_none"]:
             raise
+        _refuse_old_view(chosen["path"])
         return _first_start(error.message, training, environment, as_json=as_json)
     if as_json:
         options.print_json(result_dict(result, asked.nodes))
@@ -128,6 +129,17 @@ def prepare(ckpt_dir: str, line: tuple[str, ...], **chosen: Any) -> int:
     if not as_json and launch.added:
         _say([f"  starting your line {shlex.join(('+', *launch.added))}"])
     return run(launch.words, environment)
+
+
+def _refuse_old_view(path: Path) -> None:
+    """Training that is told to load from the view would go on from what an earlier run left there."""
+    from ckptguard.view.publishing import Site
+
+    if (current := Site(path).current()) is not None:
+        raise UsageError(
+            f"{path}: no node has a checkpoint, and this view holds one of an earlier run ({current.name})",
+            next_step="If training is to start anew, remove that link on every node.",
+        )
 
 
 def _first_start(why: str, training: Training | None, environment: dict[str, str], *, as_json: bool) -> int:

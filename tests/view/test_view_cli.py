@@ -131,3 +131,18 @@ def test_two_nodes_prepare_and_each_becomes_its_launch_line(ckpt: Path, tmp_path
     assert "node 1" in ended[0][1]
     assert "nothing" in ended[0][1]
     assert f"{views[1]} holds iteration 4" in ended[1][1]
+
+
+def test_a_first_start_is_no_error_where_that_was_said(tmp_path: Path, capsys) -> None:
+    command = ("view", "prepare", tmp_path / "ckpt", "--view", tmp_path / "view")
+    code, _, err = call(capsys, *command)
+    assert code == 4
+    assert "--allow-none" in err
+    code, _, err = call(capsys, *command, "--allow-none")
+    assert code == 0
+    assert "training starts anew" in err
+    (tmp_path / "view.d" / "0000020-1f3a").mkdir()
+    (tmp_path / "view").symlink_to("view.d/0000020-1f3a")
+    code, _, err = call(capsys, *command, "--allow-none")
+    assert code == 2
+    assert "holds one of an earlier run (0000020-1f3a)" in err
