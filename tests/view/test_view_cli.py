@@ -14,6 +14,7 @@ import click
 import pytest
 
 from ckptguard.cli.main import run
+from ckptguard.view.records import Publication, write_publication
 
 MOE = Path(__file__).resolve().parents[2] / "fixtures" / "megatron-0.19" / "moe_pp2ep2_fully_reshardable"
 LM = ("pretrain_gpt.py", "--num-layers", "2", "--train-iters", "9")
@@ -142,6 +143,7 @@ def test_a_first_start_is_no_error_where_that_was_said(tmp_path: Path, capsys) -
     assert code == 0
     assert "training starts anew" in err
     (tmp_path / "view.d" / "0000020-1f3a").mkdir()
+    write_publication(tmp_path / "view.d" / "0000020-1f3a.json", Publication("", "then", "then"))
     (tmp_path / "view").symlink_to("view.d/0000020-1f3a")
     code, _, err = call(capsys, *command, "--allow-none")
     assert code == 2
