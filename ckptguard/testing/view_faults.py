@@ -28,7 +28,6 @@ the reason is told; ``any``: all the same of these; ``failure or late``: a failu
 
 LINK_MBIT = 60.0
 HOUR = 3600.0
-NOBODY = 65534
 _ROOM_BYTES = 64 << 20
 _ORDERS = (
     ("start", 1.5, 3), ("survey", 0.05, 1), ("check", 0.1, 2), ("offer", 0.05, 1), ("deliver", 1.5, 6), ("needs", 0.02, 1),
@@ -81,7 +80,7 @@ class Run:
     @property
     def node(self) -> str:
         """The victim as messages name it."""
-        return rf"node {self.victim} (of {self.bench.count} )?\(node{self.victim}\)"
+        return rf"node {self.victim} (of {self.bench.count} )?\(node{self.victim}[,)]"
 
     @property
     def newest(self) -> str:
@@ -365,8 +364,7 @@ def _no_permission(run: Run) -> None:
     _some_copies(run)
     name = run.shard()
     run.source(name).chmod(0)
-    run.bench.path(run.victim, VIEWS).chmod(0o777)
-    run.plants[run.victim] = Plants(user=NOBODY)
+    run.plants[run.victim] = Plants(powerless=True)
     _lost(run, name)
 
 

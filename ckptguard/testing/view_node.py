@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import os
@@ -26,6 +27,7 @@ from ckptguard.view.server import Server
 
 PRELOAD = ("ckptguard.testing.view_node:imported",)
 """For the ``Cluster`` whose nodes prepare views."""
+_CAPABILITY_VERSION_3, _CAP_DAC_OVERRIDE, _CAP_DAC_READ_SEARCH = 0x20080522, 1, 2  # linux/capability.h
 TARGET = "ckptguard.testing.view_node:prepare_here"
 
 
@@ -39,7 +41,7 @@ class Plants:
         signal: Which.
         token: Of another run.
         clock_seconds: The clocks of the process are so much ahead.
-        user: Numeric user and group that the process becomes.
+        powerless: The process may read only what modes let it, though it is root's.
         tells: File into which the server's URL and the token are written.
     """
 
@@ -48,7 +50,7 @@ class Plants:
     signal: int = signal.SIGKILL
     token: str = ""
     clock_seconds: float = 0.0
-    user: int = 0
+    powerless: bool = False
     tells: str = ""
 
 
@@ -158,10 +160,20 @@ def _plant(plants: Plants) -> None:
         now, now_ns = time.time, time.time_ns
         time.time = lambda: now() + plants.clock_seconds
         time.time_ns = lambda: now_ns() + int(plants.clock_seconds * 1e9)
-    if plants.user:
-        os.setgroups([])
-        os.setgid(plants.user)
-        os.setuid(plants.user)
+    if plants.powerless:
+        _obey_modes()
+
+
+def _obey_modes() -> None:
+    """Takes the capabilities away for which modes do not count (capabilities(7), capget(2)); before any thread is started."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    header, data = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
+    if libc.capget(header, data):
+        raise OSError(ctypes.get_errno(), "capget")
+    for at in (0, 1):  # effective, permitted
+        data[at] &= ~(1 << _CAP_DAC_OVERRIDE | 1 << _CAP_DAC_READ_SEARCH)
+    if libc.capset(header, data):
+        raise OSError(ctypes.get_errno(), "capset")
 
 
 def _light(plants: Plants) -> None:

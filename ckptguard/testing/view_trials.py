@@ -253,5 +253,4 @@ _CAN_HAVE_ONE = frozenset(KINDS) - {
     "read-only",
     "foreign view",
     "old garbage",
-    "no permission",
 }

@@ -247,12 +247,15 @@ class Collecting:
         return places[copy.place] if copy.place < len(places) else ""
 
     def _lose(self, delivery: Delivery, one: Delivered) -> None:
-        host = self._reports[delivery.node].host
-        message = f"node {delivery.node} ({host}): {one.problem}"
+        problem = one.problem
+        if delivery.via is not None:  # nodes know each other's addresses only
+            giver = self._reports[delivery.via]
+            problem = problem.replace(f"({giver.url})", f"({giver.host}, {giver.url})")
+        message = f"node {delivery.node} ({self._reports[delivery.node].host}): {problem}"
         if one.unreachable:
             raise UnableError(message, Refusal("environment", message, _UNREACHABLE))
         self._drop(
-            delivery.copy, [f"{one.problem} (on its way to node {delivery.node})" if delivery.via else one.problem]
+            delivery.copy, [problem if delivery.via is None else f"{problem} (on its way to node {delivery.node})"]
         )
 
     def _refuse_full(self, deliveries: Sequence[Delivery]) -> None:

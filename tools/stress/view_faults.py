@@ -57,8 +57,8 @@ def work(todo: queue.SimpleQueue[tuple[int, str]], done: queue.SimpleQueue[Row |
     try:
         truth = Truth.of(STEPS)
         with tempfile.TemporaryDirectory(prefix="ckptguard-faults-") as scratch:
-            Path(scratch).chmod(0o755)  # one kind of fault runs as another user
             with Cluster(NODES, workdir=Path(scratch), kind="namespaces", preload=view_node.PRELOAD) as cluster:
+                cluster.warm()
                 while True:
                     number, kind = todo.get_nowait()
                     done.put(trial(cluster, truth, number, kind, seed))
