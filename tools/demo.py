@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +18,7 @@ MEGATRON = WORK / "megatron"
 RESHARDED = WORK / "megatron-tp1-pp4"
 BACK = WORK / "megatron-back"
 VERIFIED = WORK / "verify-resume"
+NODES = WORK / "nodes"
 EXPORTED = WORK / "smollm2-exported"
 DAMAGED = WORK / "smollm2-damaged"
 PROMPT = "The capital of France is"
@@ -62,6 +65,37 @@ def next_word(root: Path) -> None:
         sys.exit("that is not what the model says on the hub")
 
 
+def on_two_nodes() -> None:
+    """Splits the checkpoint over two directories, as two nodes with disks of their own would have it, and prepares a view."""
+    shutil.rmtree(NODES, ignore_errors=True)
+    for number, ranks in enumerate(("012", "345")):
+        folder = NODES / f"node{number}" / "ckpt" / "release"
+        folder.mkdir(parents=True)
+        for file in (MEGATRON / "release").iterdir():
+            if file.name.startswith("__"):
+                if file.name[2] in ranks:
+                    os.link(file, folder / file.name)
+            elif number == 0 and file.is_file():
+                os.link(file, folder / file.name)
+    shutil.copy(MEGATRON / "latest_checkpointed_iteration.txt", NODES / "node0" / "ckpt")
+    with socket.socket() as chosen:
+        chosen.bind(("127.0.0.1", 0))
+        port = chosen.getsockname()[1]
+    layout = ("--tp", "3", "--pp", "2", "--ranks-per-node", "3")
+    nodes = []
+    for number in range(2):
+        at = NODES / f"node{number}"
+        words = ["ckptguard", "view", "prepare", str(at / "ckpt"), "--view", str(at / "view"), *layout]
+        words += ["--nodes", "2", "--node-rank", str(number), "--rdzv", f"127.0.0.1:{port}"]
+        print("$ " + shlex.join(words).replace(str(ROOT) + "/", "") + (" &" if number == 0 else ""), flush=True)
+        nodes.append(subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT))
+    for node in nodes:
+        print(node.communicate()[0].replace(str(ROOT) + "/", ""), end="")
+        if node.returncode:
+            sys.exit(f"exit code {node.returncode}, expected 0")
+        print(f"(exit code {node.returncode})", flush=True)
+
+
 def main() -> None:
     """Runs the demo; leaves the snapshot in .demo for the next time."""
     step("A real model: SmolLM2-135M-Instruct as a Hugging Face snapshot")
@@ -95,6 +129,9 @@ def main() -> None:
 
     step("Six Megatron processes load it and say the next word")
     next_word(MEGATRON)
+
+    step("On node-local disks half of it would be on each node: one view, whole and verified on both")
+    on_two_nodes()
 
     step("A seal that can be kept elsewhere")
     seal = json.loads(ckptguard("seal", SNAPSHOT, "--json", quiet=True))["seal"]
