@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -18,6 +18,7 @@ from blake3 import blake3
 
 from ckptguard.core.errors import CkptguardError, DamagedError
 from ckptguard.core.index import FileEntry
+from ckptguard.core.problems import Problem
 from ckptguard.formats import dcp, facts, torch_dist
 from ckptguard.formats.legacy import RANK_FOLDER
 from ckptguard.formats.remote import UNFINISHED, directory
@@ -63,29 +64,25 @@ class Indexes:
             DamagedError: It is not a whole index, or names files outside its directory.
         """
         if digest not in self._known:
-            self._known[digest] = _listed(dcp.parse_table(data, where), where)
+            self._known[digest] = _listed(*dcp.stored_items(data, where), where)
         return self._known[digest]
 
 
-def _listed(table: dcp.DcpTable, where: str) -> Listed:
+def _listed(items: Sequence[dcp.StoredItem], problems: Sequence[Problem], where: str) -> Listed:
     ends: dict[str, int] = {}
     common: dict[str, None] = {}
-    spans = {name: [chunk.span for chunk in entry.chunks] for name, entry in table.tensors.items()}
-    for name, found in [*spans.items(), *[(name, [blob.span]) for name, blob in table.objects.items()]]:
-        for span in found:
-            end = span.offset_bytes + span.length_bytes
-            if not 0 <= span.offset_bytes <= end:
-                raise DamagedError(
-                    f"{where}: {name} stands at byte {span.offset_bytes}, {span.length_bytes} bytes long"
-                )
-            if end > ends.get(span.file, -1):
-                ends[span.file] = end
+    for name, file, offset_bytes, length_bytes in items:
+        end = offset_bytes + length_bytes
+        if not 0 <= offset_bytes <= end:
+            raise DamagedError(f"{where}: {name} stands at byte {offset_bytes}, {length_bytes} bytes long")
+        if end > ends.get(file, -1):
+            ends[file] = end
         if name.startswith(torch_dist.COMMON_STATE):
-            common |= dict.fromkeys(span.file for span in found)
+            common[file] = None
     for file in ends:
         if not _stays_inside(file):
             raise DamagedError(f"{where}: names the data file {file!r}, which is no name inside its directory")
-    return Listed(ends, tuple(common), tuple(problem.message for problem in table.problems))
+    return Listed(ends, tuple(common), tuple(problem.message for problem in problems))
 
 
 def _stays_inside(name: str) -> bool:
@@ -169,7 +166,8 @@ class _Seen:
         Raises:
             OSError, EnvironmentFailedError: It cannot be listed.
         """
-        listing = files.listing
+        listing, folder = files.listing, self.folder
+        path, view = folder.path, folder.in_view
         refused = _refused(files)
         if refused:
             self.problems.append(f"{files.root}: {refused}")
@@ -177,9 +175,10 @@ class _Seen:
         digests, broken = self._read_indexes(files)
         here = {name: entry for name, entry in listing.items() if name not in broken and self._is_whole(files, entry)}
         for name, entry in here.items():
-            digest = digests.get(name) or self._digest(files, entry)
+            digest = digests.get(name) or ("" if name in self.data else self._digest(files, entry))
             if digest is not None:
-                self._add(name, entry.size_bytes, digest)
+                found = Copy(folder.node, folder.place, f"{path}/{name}", f"{view}/{name}", entry.size_bytes, digest)
+                self.copies.append(found)
         self._compare(files, here)
         if dcp.METADATA not in listing and torch_dist.CONFIG in listing:  # which is written after it
             self.doubtful.append(dcp.METADATA)
@@ -261,11 +260,6 @@ class _Seen:
             self.doubtful += [name] if files.local and is_recent(files.root / name) else []
             return None
         return blake3(data).hexdigest()
-
-    def _add(self, name: str, size: int, digest: str) -> None:
-        folder = self.folder
-        path, at = f"{folder.path}/{name}", f"{folder.in_view}/{name}"
-        self.copies.append(Copy(folder.node, folder.place, path, at, size, digest))
 
     def _compare(self, files: Directory, here: Mapping[str, FileEntry]) -> None:
         """Data files that are shorter than the index says are told; those and missing ones may come yet."""
