@@ -176,6 +176,7 @@ class _Joined:
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._told: str | None = None
         self._beats: dict[int, tuple[str, float]] = {}
+        self._silent: set[int] = set()
         self._thread = threading.Thread(target=self._watch, name="ckptguard-peers", daemon=True)
         self._clock = threading.Thread(target=self._watch_time, name="ckptguard-clock", daemon=True)
 
@@ -326,11 +327,13 @@ class _Joined:
             if beat != before:
                 self._beats[rank] = (beat, now)
             elif beat == _NEW and now - since > terms.arrival_seconds:
+                self._silent.add(rank)
                 self._report(
                     store, rank, "?", f"it did not come to {self.world.address} within {terms.arrival_seconds:.0f} s"
                 )
             elif not beat.startswith((_NEW, _LEFT)) and now - since > terms.silence_seconds:
                 silence = f"no sign of life for {terms.silence_seconds:.0f} s: it was killed, its machine is down, or it hangs"
+                self._silent.add(rank)
                 self._report(store, rank, beat.partition(" ")[2], silence)
 
     def _report(self, store: Store, rank: int, host: str, message: str) -> None:
@@ -407,8 +410,11 @@ class _Joined:
             time.sleep(_POLL_SECONDS)
 
     def _others_left(self, store: Store) -> bool:
-        keys = [_beat(rank) for rank in self._others]
-        return store.check(keys) and all(value.startswith(_LEFT.encode()) for value in store.multi_get(keys))
+        """Whether all have said goodbye that still can."""
+        keys = [_beat(rank) for rank in self._others if rank not in self._silent]
+        return not keys or (
+            store.check(keys) and all(value.startswith(_LEFT.encode()) for value in store.multi_get(keys))
+        )
 
     # --- the clock
 
