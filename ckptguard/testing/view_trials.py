@@ -6,15 +6,19 @@ from before; the nodes that are left agree; and once the nodes are well, the nex
 
 from __future__ import annotations
 
+import queue
 import random
 import re
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ckptguard.core.errors import ExitCode
 from ckptguard.testing.nodes import Cluster
 from ckptguard.testing.view_faults import KINDS, LINK_MBIT, Run
+from ckptguard.testing.view_node import PRELOAD
 from ckptguard.testing.view_runs import VIEW, Bench, Running, Seen, Truth
 
 _GOOD_CODES = (ExitCode.OK, ExitCode.USAGE, ExitCode.DAMAGED, ExitCode.ENVIRONMENT)
@@ -64,7 +68,57 @@ class Row:
     messages: list[str]
 
 
-def trial(cluster: Cluster, truth: Truth, number: int, kind: str, seed: int) -> Row:
+def trials(
+    kinds: Sequence[str],
+    truth: Truth,
+    scratch: Path,
+    *,
+    seed: int,
+    jobs: int,
+    nodes: int,
+    timeout_seconds: float = 12.0,
+) -> Iterator[Row]:
+    """Faults, several runs at a time, each on nodes of its own; rows as they come.
+
+    Args:
+        kinds: Keys of ``KINDS``.
+        truth: The checkpoint.
+        scratch: An empty directory.
+        seed: Of all choices.
+        jobs: So many runs at a time.
+        nodes: The most in a run.
+        timeout_seconds: As of ``Options``.
+    """
+    todo: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+    done: queue.SimpleQueue[Row | BaseException] = queue.SimpleQueue()
+    for item in enumerate(kinds):
+        todo.put(item)
+
+    def work(folder: Path) -> None:
+        try:
+            with Cluster(nodes, workdir=folder, kind="namespaces", preload=PRELOAD) as cluster:
+                cluster.warm()
+                while True:
+                    number, kind = todo.get_nowait()
+                    done.put(trial(cluster, truth, number, kind, seed, timeout_seconds=timeout_seconds))
+        except queue.Empty:
+            return
+        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
+            done.put(error)
+
+    threads = [threading.Thread(target=work, args=(scratch / f"job{job}",), daemon=True) for job in range(jobs)]
+    for thread in threads:
+        thread.start()
+    for _ in kinds:
+        row = done.get()
+        if isinstance(row, BaseException):
+            raise row
+        yield row
+    for thread in threads:
+        thread.join()
+
+
+def trial(cluster: Cluster, truth: Truth, number: int, kind: str, seed: int, *, timeout_seconds: float = 12.0) -> Row:
     """One fault; tried again with other choices where the run was over before it happened.
 
     Args:
@@ -73,11 +127,12 @@ def trial(cluster: Cluster, truth: Truth, number: int, kind: str, seed: int) -> 
         number: Of the trial.
         kind: Key of ``KINDS``.
         seed: Of all choices, together with the number.
+        timeout_seconds: As of ``Options``.
     """
     for attempt in range(1, _ATTEMPTS + 1):
         rng = random.Random(f"{seed}/{number}/{kind}/{attempt}")
         count = rng.choice(range(2, len(cluster.nodes) + 1))
-        bench = Bench(cluster, truth, f"run{number}-{attempt}", count)
+        bench = Bench(cluster, truth, f"run{number}-{attempt}", count, timeout_seconds=timeout_seconds)
         one = _Trial(bench, rng, number, kind)
         try:
             row = one.go(attempt)

@@ -12,21 +12,18 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import queue
 import random
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from ckptguard.testing import view_node
-from ckptguard.testing.nodes import Cluster, reason_against
+from ckptguard.testing.nodes import reason_against
 from ckptguard.testing.view_faults import KINDS
 from ckptguard.testing.view_runs import Truth
-from ckptguard.testing.view_trials import Row, trial
+from ckptguard.testing.view_trials import Row, trials
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / ".bench" / "view_faults.json"
@@ -50,22 +47,6 @@ def planned(count: int, only: Sequence[str] | None, rng: random.Random) -> list[
     out = [name for name, number in numbers.items() for _ in range(number)]
     rng.shuffle(out)
     return out
-
-
-def work(todo: queue.SimpleQueue[tuple[int, str]], done: queue.SimpleQueue[Row | BaseException], seed: int) -> None:
-    """Takes faults until none is left, on nodes of its own."""
-    try:
-        truth = Truth.of(STEPS)
-        with tempfile.TemporaryDirectory(prefix="ckptguard-faults-") as scratch:
-            with Cluster(NODES, workdir=Path(scratch), kind="namespaces", preload=view_node.PRELOAD) as cluster:
-                cluster.warm()
-                while True:
-                    number, kind = todo.get_nowait()
-                    done.put(trial(cluster, truth, number, kind, seed))
-    except queue.Empty:
-        return
-    except BaseException as error:  # noqa: BLE001 - raised in the main thread
-        done.put(error)
 
 
 def show(row: Row) -> None:
@@ -108,26 +89,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if against := reason_against():
         print(f"cannot be run here: {against}")
         return 1
-    todo: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
-    done: queue.SimpleQueue[Row | BaseException] = queue.SimpleQueue()
     kinds = planned(chosen.count, chosen.only, random.Random(chosen.seed))
-    for item in enumerate(kinds):
-        todo.put(item)
     began = time.monotonic()
-    jobs = [threading.Thread(target=work, args=(todo, done, chosen.seed), daemon=True) for _ in range(chosen.jobs)]
-    for job in jobs:
-        job.start()
     rows: list[Row] = []
     chosen.results.parent.mkdir(exist_ok=True)
-    while len(rows) < len(kinds):
-        row = done.get()
-        if isinstance(row, BaseException):
-            raise row
-        rows.append(row)
-        show(row)
-        chosen.results.write_text(json.dumps([dataclasses.asdict(one) for one in rows], indent=1) + "\n")
-    for job in jobs:
-        job.join()
+    with tempfile.TemporaryDirectory(prefix="ckptguard-faults-") as scratch:
+        for row in trials(kinds, Truth.of(STEPS), Path(scratch), seed=chosen.seed, jobs=chosen.jobs, nodes=NODES):
+            rows.append(row)
+            show(row)
+            chosen.results.write_text(json.dumps([dataclasses.asdict(one) for one in rows], indent=1) + "\n")
     table(rows)
     wrong = sum(bool(row.wrong) for row in rows)
     slowest = max(row.seconds for row in rows)
