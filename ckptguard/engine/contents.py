@@ -16,8 +16,7 @@ from ckptguard.formats.base import Checkpoint
 from ckptguard.formats.chunks import Located, Reader
 from ckptguard.formats.pickles import FENCE
 from ckptguard.formats.storage import Directory
-from ckptguard.formats.torch_zips import ReadAt
-from ckptguard.formats.zip_checks import is_zip, stored_records
+from ckptguard.formats.zip_checks import ReadAt, is_zip, stored_records
 
 Place = tuple[TensorEntry, Chunk]
 Found = list[tuple[Place, Located]]

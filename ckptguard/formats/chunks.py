@@ -15,7 +15,8 @@ from ckptguard.core.problems import Problem
 from ckptguard.formats import safetensors_files
 from ckptguard.formats.pickles import TensorRef, load
 from ckptguard.formats.storage import Directory
-from ckptguard.formats.torch_zips import ReadAt, TorchZip, ZipRecord, read_torch_zip
+from ckptguard.formats.torch_zips import TorchZip, read_torch_zip
+from ckptguard.formats.zip_checks import ReadAt, ZipRecord
 
 if TYPE_CHECKING:
     import numpy as np

@@ -1,6 +1,6 @@
 """The record table of a zip that torch.save wrote, held to all that a loader relies on; nothing of it is unpickled.
 
-``torch_zips`` asks what it needs to find a tensor. Here every field counts that can keep torch from loading the file, so that
+Every field counts here that can keep torch from loading the file, so that
 what passes, and has the CRC-32 of all its records, is read by torch as it was written. Left unchecked are only bytes that no
 loader looks at: time stamps, "made by" and "needed" versions, internal attributes, what stands in the local headers beside
 their mark, name and lengths, their filler, and the data descriptors.
@@ -13,12 +13,31 @@ plain one, without a comment.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ckptguard.core.errors import DamagedError
 from ckptguard.core.problems import Problem
-from ckptguard.formats.torch_zips import ReadAt, ZipRecord
+
+ReadAt = Callable[[int, int], bytes]  # (offset_bytes, length_bytes) inside the zip -> exactly that many bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ZipRecord:
+    """A stored record.
+
+    Attributes:
+        name: Name without the archive's own leading folder, such as ``data/0``.
+        data_bytes: First byte of the record's data, counted from the start of the zip.
+        length_bytes: Length of the data.
+        crc32: CRC-32 of the data, or None where the writer was told to leave it out (then 0 stands there).
+    """
+
+    name: str
+    data_bytes: int
+    length_bytes: int
+    crc32: int | None
+
 
 _END = struct.Struct("<4s4H2LH")
 _END64 = struct.Struct("<4sQ2H2L4Q")

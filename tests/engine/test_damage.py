@@ -244,9 +244,11 @@ class TestManifest:
     def test_rewritten_whole(self, kept: str, tmp_path: Path) -> None:
         path, kept_seal = sealed_copy(DENSE, tmp_path / "ckpt")
         copy = parse((path / FILE_NAME).read_bytes(), "kept")
-        file = damage.data_files(path)[0]
-        at = file.stat().st_size // 2
-        damage.flip_bit(file, at, 0, path)
+        with open_checkpoint(path) as checkpoint:
+            entry = max(checkpoint.index.tensors.values(), key=lambda entry: entry.size_bytes)
+            span = checkpoint.reader.locate(entry, entry.chunks[0]).span
+        file = path / span.file
+        damage.flip_bit(file, span.offset_bytes, 0, path)
         (path / FILE_NAME).unlink()
         with open_checkpoint(path) as checkpoint:
             seal(checkpoint, crc=False)
