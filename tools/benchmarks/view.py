@@ -76,7 +76,8 @@ def links(work: Path, options: argparse.Namespace) -> list[Row]:
             done = in_turns(calls, options.rounds)
         rows.append(beside(f"staging over {where}: rate / that of curl", done, size))
         ratio = statistics.median(one / two for one, two in zip(done["ours"], done["chain"], strict=True))
-        detail = f"{size / statistics.median(done['chain']) / 1e9:.2f} GB/s to each of two nodes; the second begins when the first has its first 64 MiB"
+        rate = size / statistics.median(done["chain"]) / 1e9
+        detail = f"{rate:.2f} GB/s to each; the second begins when the first has its first 64 MiB"
         rows.append(Row("the same, two nodes one behind the other: one's time / both's", ratio, detail=detail))
     return rows
 
