@@ -6,7 +6,8 @@
 
 Nodes are network namespaces of this machine joined by veth, so all of them share its cores, and a link is as fast as those
 cores move bytes unless it is slowed down. Ours and the peers take turns; ratios are medians over the rounds, of the best peer's
-time and ours in the same round. What staging checks on arrival is in its time, and in no peer's.
+time and ours in the same round. What staging checks on arrival is in its time, and in no peer's. Slowed links have a queue of
+200 ms, in which the acknowledgements of a node that also serves wait behind its data: of a chain they show the worst.
 """
 
 from __future__ import annotations
