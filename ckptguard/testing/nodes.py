@@ -317,7 +317,7 @@ class Cluster:
         rate, delay = f"{rate_mbit:g}mbit", f"{delay_ms:g}ms"
         ways = [["netem", "rate", rate, "delay", delay, "limit", "10000"]]
         if not delay_ms:
-            ways.append(["tbf", "rate", rate, "burst", "64kb", "latency", "200ms"])
+            ways.append(["tbf", "rate", rate, "burst", "64kb", "latency", "20ms"])
         for space, device in ((self._switch, f"port{node.number}"), (node._holder, "eth0")):
             tries = [_inside(space, ["tc", "qdisc", "replace", "dev", device, "root", *way]) for way in ways]
             if not any(code == 0 for code, _ in tries):
