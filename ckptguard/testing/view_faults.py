@@ -80,7 +80,7 @@ class Run:
     @property
     def node(self) -> str:
         """The victim as messages name it."""
-        return rf"node {self.victim} (of {self.bench.count} )?\(node{self.victim}[,)]"
+        return rf"node {self.victim} (of {self.bench.count} )?\((node{self.victim}[,)]|\?\) failed: it did not come)"
 
     @property
     def newest(self) -> str:

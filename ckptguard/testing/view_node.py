@@ -155,7 +155,8 @@ def _plant(plants: Plants) -> None:
     if plants.order == "start":
         _light(plants)
     if plants.token:
-        preparing._token = lambda peers: plants.token
+        agreed = preparing._token
+        preparing._token = lambda peers: agreed(peers) and plants.token
     if plants.clock_seconds:
         now, now_ns = time.time, time.time_ns
         time.time = lambda: now() + plants.clock_seconds

@@ -10,6 +10,7 @@ A request names a file by its name in the view, which is looked up in a table. N
 from __future__ import annotations
 
 import asyncio
+import functools
 import hmac
 import ipaddress
 import logging
@@ -404,12 +405,14 @@ class Server:
         return file
 
 
+@functools.cache
 def _logger() -> logging.Logger:
-    """aiohttp's, without what is wrong with requests: whoever sends such is told, and the user cannot change it."""
+    """aiohttp's, without wrong requests and clients that go away: the user of this node can do nothing about them."""
     from aiohttp.http_exceptions import HttpProcessingError
 
     logger = logging.getLogger("aiohttp.server").getChild("ckptguard")
-    logger.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
+    of_clients = (HttpProcessingError, ConnectionError)
+    logger.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], of_clients)))
     return logger
 
 
