@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -173,7 +174,7 @@ def status(ckpt_dir: str, line: tuple[str, ...], **chosen: Any) -> int:
 
     asked = _asked(ckpt_dir, training_of(line, chosen["framework"]), {**chosen, "threads": None, "dry_run": True})
     there = views(chosen["path"]) if chosen["path"] is not None else ()
-    _say_nodes(asked.nodes, as_json=chosen["as_json"])
+    _say_nodes(replace(asked.nodes, notes=()), as_json=chosen["as_json"])  # they are about what would be brought
     result = look(asked)
     if chosen["as_json"]:
         options.print_json(result_dict(result, asked.nodes) | {"versions": [view_dict(one) for one in there]})

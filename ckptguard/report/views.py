@@ -35,7 +35,8 @@ def prepared_lines(result: Result, nodes: Nodes) -> Iterator[str]:
     agreement = result.agreement
     assert agreement is not None
     if nodes.number:
-        yield f"node {nodes.number} ({nodes.host}): {_verdict(result, agreement)}; {_ways(result.delivered)}"
+        came = f"; {_ways(result.delivered)}" if result.view is not None else ""
+        yield f"node {nodes.number} ({nodes.host}): {_verdict(result, agreement)}{came}"
         return
     yield title(_verdict(result, agreement))
     yield from facts([("reads", agreement.how), ("agreement", f"{agreement.id}, {agreement.made}")])
