@@ -60,6 +60,7 @@ class Run:
         steps: Of the reference.
         save_at: As the option.
         smollm2: Starts from SmolLM2's imported weights.
+        from_view: Checkpoints are loaded from a view of their directory (``--node-local``).
         known: Public issue with which it has to be red.
     """
 
@@ -71,6 +72,7 @@ class Run:
     steps: int = 6
     save_at: str = "3"
     smollm2: bool = False
+    from_view: bool = False
     known: str | None = None
 
 
@@ -101,6 +103,11 @@ RUNS = (
         flags=f"{_CONTROL} {_EXPERTS} --global-batch-size 16 {_DROPOUT} "
         + _axes(2, 2, "--sequence-parallel --expert-model-parallel-size 4 --expert-tensor-parallel-size 1"),
     ),
+    Run(name="view-tp2-pp2", ranks=4, flags=f"{_SMALL} --global-batch-size 4 {_axes(2, 2)} {_DROPOUT}", from_view=True),
+    Run(
+        name="view-bridge-tp2", ranks=2, script="pretrain_bridge.py", data="", from_view=True,
+        flags="model.tensor_model_parallel_size=2",
+    ),
     Run(name="bridge-tp2", ranks=2, script="pretrain_bridge.py", data="", flags="model.tensor_model_parallel_size=2"),
     Run(
         name="bridge-experts", ranks=2, script="pretrain_bridge.py", data="",
@@ -129,6 +136,8 @@ def prove(run: Run, scratch: Path, work: Path) -> tuple[dict[str, Any], str]:
     command = [sys.executable, "-m", "ckptguard", "verify-resume", "--json", "--steps", str(run.steps)]
     command += ["--save-at", run.save_at, "--work", str(work), "--arm-timeout", str(_ARM_TIMEOUT)]
     command += ["--framework", "bridge" if run.script == "pretrain_bridge.py" else "megatron-lm"]
+    if run.from_view:
+        command += ["--node-local", "--checkpoints", str(scratch / f"{run.name}-local")]
     environment = os.environ | {"PYTHONPATH": f"{site_directory()}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, "--", *line_of(run, scratch)], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
