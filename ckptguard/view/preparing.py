@@ -233,12 +233,19 @@ def _answers(peers: Peers, number: int, worker: _Surveyor, order: Order) -> tupl
     Node 0 confirms last: should it die, what it leaves confirmed is confirmed everywhere.
     """
     world = peers.world
-    own = worker.do(order) if order.verb != "confirm" or not world.first else None
+
+    def do() -> Answer:
+        with peers.moving(
+            worker.progress
+        ) as watched:  # a disk or a file server that hangs must not hold the others for ever
+            return worker.do(order, watched)
+
+    own = do() if order.verb != "confirm" or not world.first else None
     if not world.first:
         peers.tell(f"answer/{number}/{world.rank}", packed(own))
         return ()
     others = [unpacked(Answer, peers.hear(f"answer/{number}/{node}")) for node in range(1, world.size)]
-    return (own or worker.do(order), *others)
+    return (own or do(), *others)
 
 
 def _outcome_of(directing: object) -> Outcome | None:
@@ -265,11 +272,11 @@ class _Surveyor:
 
     def __init__(self, options: Options, progress: Progress) -> None:
         self._options = options
-        self._progress = progress
+        self.progress = progress
         self.node = options.nodes.number
         self._looked_at = options.places
 
-    def do(self, order: Order) -> Answer:
+    def do(self, order: Order, progress: Progress) -> Answer:
         """Carries an order out."""
         assert order.verb == "survey", order
         return Answer(self.node, report=self._look())
@@ -327,18 +334,18 @@ class _Worker(_Surveyor):
         """Where it looks, and the staging directory as the last one."""
         return (*self._looked_at, str(self._staging))
 
-    def do(self, order: Order) -> Answer:
+    def do(self, order: Order, progress: Progress) -> Answer:
         """Carries this node's part of an order out."""
         if order.verb == "survey":
             return Answer(self.node, report=self._look())
         if order.verb == "needs":
             return Answer(self.node, needs=self._needs(order) if self.node == 0 else None)
         if order.verb in ("check", "compare"):
-            return Answer(self.node, checked=self._check(order))
+            return Answer(self.node, checked=self._check(order, progress))
         if order.verb == "offer":
             self._offer(order)
         elif order.verb == "deliver":
-            return Answer(self.node, delivered=self._deliver(order))
+            return Answer(self.node, delivered=self._deliver(order, progress))
         elif order.verb == "publish":
             self._publish(order)
         elif order.verb == "confirm":
@@ -372,7 +379,7 @@ class _Worker(_Surveyor):
         ranks = {node: nodes.ranks.get(node, ()) for node in range(nodes.count)}
         return needed(self._staging, order.step, ranks=ranks, layout=self._options.layout, names=order.names)
 
-    def _check(self, order: Order) -> tuple[Checked, ...]:
+    def _check(self, order: Order, progress: Progress) -> tuple[Checked, ...]:
         own = [copy for copy in order.copies if copy.node == self.node]
         for copy in own:
             self._stamp(copy)
@@ -384,7 +391,7 @@ class _Worker(_Surveyor):
             step=order.step,
             staged=self._staging,
             digests=whole,
-            progress=self._progress,
+            progress=progress,
             threads=self._options.threads,
         )
         return tuple(checked)
@@ -404,7 +411,7 @@ class _Worker(_Surveyor):
                 path = path_of(self._places[delivery.copy.place]) / delivery.copy.path
                 self._server.offer(delivery.name, path, delivery.digest, self._stamps.get(delivery.copy))
 
-    def _deliver(self, order: Order) -> tuple[Delivered, ...]:
+    def _deliver(self, order: Order, progress: Progress) -> tuple[Delivered, ...]:
         own = [delivery for delivery in order.deliveries if delivery.node == self.node]
         came = deliver(
             own,
@@ -414,7 +421,7 @@ class _Worker(_Surveyor):
             server=self._server,
             urls=order.urls,
             token=self._token,
-            progress=self._progress,
+            progress=progress,
             threads=self._options.threads,
             timeout_seconds=self._options.silence_seconds,
             stamps=self._stamps,
