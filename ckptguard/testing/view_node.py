@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptguard.core.errors import CkptguardError
+from ckptguard.engine.workers import Progress
 from ckptguard.view import preparing
 from ckptguard.view.nodes import Nodes
 from ckptguard.view.orders import Answer, Order
@@ -132,11 +133,11 @@ def _watch(plants: Plants) -> list[Server]:
     servers: list[Server] = []
     do, enter = preparing._Worker.do, Server.__enter__
 
-    def told(self: preparing._Worker, order: Order) -> Answer:
+    def told(self: preparing._Worker, order: Order, progress: Progress) -> Answer:
         _say(f"order {order.verb}")
         if order.verb == plants.order:
             _light(plants)
-        return do(self, order)
+        return do(self, order, progress)
 
     def entered(server: Server) -> Server:
         servers.append(server)
