@@ -72,8 +72,9 @@ class Ended:
 class Call:
     """A running process that ``Cluster.call`` forked; ``pid`` is as the host sees it, and leads a session of its own."""
 
-    def __init__(self, cluster: Cluster, pid: int, out: Path, err: Path) -> None:
+    def __init__(self, cluster: Cluster, pid: int, number: int, out: Path, err: Path) -> None:
         self.pid, self._cluster, self._out, self._err = pid, cluster, out, err
+        self._number = number
         self._began = time.monotonic()
 
     def wait(self, timeout_seconds: float = _TIMEOUT_SECONDS) -> Ended:
@@ -82,7 +83,7 @@ class Call:
         Raises:
             TimeoutError: It still runs; its output so far is in the message.
         """
-        ended = self._cluster._wait(self.pid, timeout_seconds)
+        ended = self._cluster._wait(self._number, timeout_seconds)
         if ended is None:
             tail = (self._out.read_text() + self._err.read_text())[-2000:]
             raise TimeoutError(f"process {self.pid} still runs after {timeout_seconds:g} s. Its last words:\n{tail}")
@@ -91,11 +92,12 @@ class Call:
 
     def running(self) -> bool:
         """Whether it has not ended."""
-        return self._cluster._wait(self.pid, 0) is None
+        return self._cluster._wait(self._number, 0) is None
 
     def kill(self) -> None:
-        """SIGKILL it and what it started."""
-        nodes_server.kill_all(lambda: nodes_server.in_sessions([self.pid]))
+        """SIGKILL it and what it started. Nothing once it has ended: its pid may be another's by then."""
+        if self.running():
+            nodes_server.kill_all(lambda: nodes_server.in_sessions([self.pid]))
 
 
 class Node:
@@ -226,6 +228,8 @@ class Cluster:
         self.nodes = tuple(Node(self, n, f"{net}.{n + 1}") for n in range(count))
         self._preload, self._calls = list(preload), itertools.count(1)
         self._ends: dict[int, tuple[int, float]] = {}
+        self._running: dict[int, int] = {}
+        self._started = itertools.count()
         self._answers: list[dict[str, Any]] = []
         self._sessions: dict[int, int] = {}
         self._changed, self._ordering = threading.Condition(), threading.Lock()
@@ -301,9 +305,10 @@ class Cluster:
         }  # fmt: skip
         with self._ordering:
             self._warm()
-            pid = int(self._order(order)["pid"])
+            answer = self._order(order)
+        pid = int(answer["pid"])
         self._sessions[pid] = node.number
-        return Call(self, pid, out, err)
+        return Call(self, pid, int(answer["number"]), out, err)
 
     def slow(self, node: Node, *, rate_mbit: float, delay_ms: float = 0) -> None:
         """Limit a node's link in both directions, until the next call of it.
@@ -340,7 +345,7 @@ class Cluster:
         if self.kind == "namespaces":
             namespace = nodes_server.net_namespace(node._holder) if node._holder else None
             return [pid for pid in nodes_server.inside({namespace} if namespace else set()) if pid != node._holder]
-        sessions = [pid for pid, number in self._sessions.items() if number == node.number]
+        sessions = [pid for pid, number in self._sessions.items() if number == node.number and pid in self._running]
         marked = [pid for pid, mark in _marks() if mark == f"{self.id}:{node.number}"]
         return sorted({*marked, *nodes_server.in_sessions(sessions)})
 
@@ -399,18 +404,20 @@ class Cluster:
             said = json.loads(line)
             with self._changed:
                 if "ended" in said:
-                    self._ends[said["ended"]] = (said["code"], time.monotonic())
+                    self._ends[self._running.pop(said["ended"])] = (said["code"], time.monotonic())
                 else:
+                    if "pid" in said:  # pids come again after some thousand processes
+                        said["number"] = self._running[said["pid"]] = next(self._started)
                     self._answers.append(said)
                 self._changed.notify_all()
         with self._changed:
             self._answers.append({"error": "the helper process ended"})
             self._changed.notify_all()
 
-    def _wait(self, pid: int, timeout_seconds: float) -> tuple[int, float] | None:
+    def _wait(self, number: int, timeout_seconds: float) -> tuple[int, float] | None:
         with self._changed:
-            self._changed.wait_for(lambda: pid in self._ends, timeout_seconds)
-            return self._ends.get(pid)
+            self._changed.wait_for(lambda: number in self._ends, timeout_seconds)
+            return self._ends.get(number)
 
 
 def _inside(holder: int, command: Sequence[str], text: str = "") -> tuple[int, str]:

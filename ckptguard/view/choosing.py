@@ -136,6 +136,7 @@ def _candidate(step: Step, found: Sequence[FoundStep], hosts: Mapping[int, str],
 def _global(step: Step, ours: Sequence[FoundStep], naming: Sequence[FoundStep], notes: list[str]) -> Candidate:
     expected = naming[0].expected  # of one save, so of one .metadata
     there = _by_name(copy for one in ours for copy in one.copies)
+    told = {(one.node, one.place) for one in naming}  # the survey could compare sizes with the index there
     small, lacking = _small(naming, {name: copies for name, copies in there.items() if name not in expected})
     data = {}
     for name, least_bytes in expected.items():
@@ -143,6 +144,11 @@ def _global(step: Step, ours: Sequence[FoundStep], naming: Sequence[FoundStep], 
         data[name] = tuple(copy for copy in copies if copy.size_bytes >= least_bytes)
         if not data[name]:
             lacking.append(_no_copy(name, copies, least_bytes))
+        notes += [
+            f"node {copy.node}: {name}: cut short: {copy.size_bytes} of {least_bytes} bytes, so it is not used"
+            for copy in copies
+            if copy.size_bytes < least_bytes and (copy.node, copy.place) not in told
+        ]
     return Candidate(step, small, data, naming[0].common, tuple(lacking), tuple(notes))
 
 

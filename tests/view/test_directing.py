@@ -111,6 +111,14 @@ def test_damage_found_late_falls_back_and_says_why() -> None:
     assert made.nodes[1].view == "10"
 
 
+def test_a_copy_cut_short_on_a_node_without_the_index_is_told() -> None:
+    short = with_file(SHARDS, "__1_0.distcp", "save20")
+    made = cluster(node(0, 1, 2, 3, index=True), MadeUpNode([{"20": short}]))
+    outcome = made.run()
+    assert made.nodes[1].staged == whole()
+    assert "node 1: iter_20/__1_0.distcp: cut short: 6 of 14 bytes, so it is not used" in outcome.notes
+
+
 def test_a_step_that_is_insisted_on_does_not_fall_back() -> None:
     bad = with_file({**SHARDS, **INDEX}, "__3_0.distcp", "save20 shard !")
     made = cluster(MadeUpNode([{"20": bad, "10": {**OLD_SHARDS, **OLD_INDEX}}]), MadeUpNode([{}]))
