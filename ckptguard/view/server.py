@@ -381,9 +381,10 @@ class Server:
             await response.prepare(request)
             if request.method == "GET" and end > begin and request.transport is not None:
                 sent = 0
+                self.served_bytes += end - begin  # before they go: the client may have them all before the call returns
                 with suppress(OSError):  # the client has gone, or the disk cannot be read
                     sent = await self._loop.sendfile(request.transport, file, begin, end - begin)
-                self.served_bytes += sent
+                self.served_bytes -= end - begin - sent
                 if sent < end - begin:  # cut short meanwhile: the client must not wait for the rest
                     request.transport.abort()
                     return response
