@@ -9,6 +9,7 @@ from typing import Protocol
 from ckptguard.core.index import Index
 from ckptguard.formats.chunks import Reader
 from ckptguard.formats.storage import Directory
+from ckptguard.formats.trackers import LATEST_TRAIN_STATE, TEXT
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +54,10 @@ class Format(Protocol):
 def trackers_of(root: Path) -> dict[str, str]:
     """The tracker files of a checkpoint root and what they say (``latest_checkpointed_iteration.txt``)."""
     out = {}
-    text = root / "latest_checkpointed_iteration.txt"
+    text = root / TEXT
     if text.is_file():
         out[text.name] = text.read_text(errors="replace").strip()[:64]
-    state = root / "latest_train_state.pt"
+    state = root / LATEST_TRAIN_STATE
     if state.is_file():
         out[state.name] = "present"
     return out

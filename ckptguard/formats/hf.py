@@ -16,6 +16,7 @@ from pathlib import Path
 from ckptguard.core.errors import NotFoundError, UnsupportedError
 from ckptguard.core.index import FileEntry, Index
 from ckptguard.core.problems import Problem
+from ckptguard.core.wording import some
 from ckptguard.formats import hf_facts, hf_tables
 from ckptguard.formats.remote import RemoteDirectory, RemotePath, directory
 from ckptguard.formats.storage import Directory
@@ -71,7 +72,7 @@ class HuggingFace:
         said, more = hf_facts.gather(files, source=_source(files.root))
         problems = [*_links(files), *problems, *more]
         if pickled:
-            message = f"{_some(pickled)}: pickled weights beside the safetensors; they are not read"
+            message = f"{some(pickled, 3)}: pickled weights beside the safetensors; they are not read"
             problems.append(Problem("note", message, file=pickled[0]))
         roles = {name: role for name in files.listing if (role := hf_facts.role_of(name))}
         roles.update(dict.fromkeys(pickled, "pickled weights, not read"))
@@ -178,13 +179,9 @@ def _links(files: Directory) -> list[Problem]:
 
 def _pickles_only(root: Path, pickled: list[str]) -> UnsupportedError:
     return UnsupportedError(
-        f"{root}: its weights are pickles ({_some(pickled)}). Loading a pickle runs whatever code its maker put in it: "
+        f"{root}: its weights are pickles ({some(pickled, 3)}). Loading a pickle runs whatever code its maker put in it: "
         "only safetensors are read",
         next_step="Use the hub's own conversion if the repository has one (an open pull request 'Adding safetensors "
         "variant', given as org/name@refs/pr/N), or convert it in a sandbox: load it with transformers and call "
         "save_pretrained(DST, safe_serialization=True).",
     )
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

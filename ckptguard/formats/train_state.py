@@ -10,8 +10,8 @@ from ckptguard.core.errors import DamagedError
 from ckptguard.core.problems import Problem
 from ckptguard.formats.pickles import TensorRef
 from ckptguard.formats.torch_zips import TorchZip, read_torch_zip
+from ckptguard.formats.trackers import LATEST_TRAIN_STATE
 
-TRACKER = "latest_train_state.pt"
 _INTEGERS = frozenset({"int8", "int16", "int32", "int64"})
 
 
@@ -33,12 +33,12 @@ def tracked_step(data: bytes, *, where: str) -> int:
             raise ValueError(f"bytes {offset} to {offset + count} of {len(data)}")
         return data[offset : offset + count]
 
-    archive = read_torch_zip(read_at, len(data), where=where, file=TRACKER)
+    archive = read_torch_zip(read_at, len(data), where=where, file=LATEST_TRAIN_STATE)
     said = archive.value.get("step") if isinstance(archive.value, dict) else None
     step = _scalar(archive, said, data) if isinstance(said, TensorRef) else said
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         message = f"{where}: holds no iteration under 'step'"
-        raise DamagedError(message, problems=[Problem("unreadable", message, file=TRACKER)])
+        raise DamagedError(message, problems=[Problem("unreadable", message, file=LATEST_TRAIN_STATE)])
     return step
 
 

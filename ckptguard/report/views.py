@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckptguard.core.wording import some
 from ckptguard.report import units
 from ckptguard.report.lines import facts, title
 from ckptguard.report.words import numbers
@@ -124,7 +125,7 @@ def _has(report: NodeReport, candidate: Candidate) -> str:
     size = units.size(sum(sizes.values()))
     if not missing:
         return f"all {len(sizes)} files, {size}"
-    return f"{len(sizes)} of {len(sizes) + len(missing)} files, {size}; lacks {_few(missing)}"
+    return f"{len(sizes)} of {len(sizes) + len(missing)} files, {size}; lacks {some(missing, _MOST_NAMES)}"
 
 
 def _own(report: NodeReport, candidate: Candidate) -> dict[str, int]:
@@ -135,11 +136,6 @@ def _own(report: NodeReport, candidate: Candidate) -> dict[str, int]:
 
 def _missing(report: NodeReport, candidate: Candidate) -> list[str]:
     return sorted({*candidate.small, *candidate.data}.difference(_own(report, candidate)))
-
-
-def _few(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(names[:_MOST_NAMES]) + more
 
 
 # ---- how files came ----

@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import Literal
 
+from ckptguard.core.wording import ranks_text
 from ckptguard.resume.records import Call, RankRecord, Value, same
 from ckptguard.resume.results import Culprit
-from ckptguard.resume.wording import ranks_text
 
 Sort = Literal["compute", "way", "state", "batch", "collective", "receiver"]
 _EFFECTS: tuple[Sort, ...] = ("collective", "receiver")

@@ -16,10 +16,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ckptguard.core.errors import EnvironmentFailedError, UsageError
 from ckptguard.core.watching import GROUPS, Group
+from ckptguard.core.wording import some
 from ckptguard.resume.excuses import Context, Differing, Rule, events_by_step, explain
 from ckptguard.resume.records import Kind, RankRecord, Value, same
 from ckptguard.resume.results import Comparison, Difference
-from ckptguard.resume.wording import some
 
 Records = Mapping[int, RankRecord]
 _ORDER = {group: number for number, group in enumerate(GROUPS)}

@@ -12,10 +12,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 
+from ckptguard.core.wording import ranks_text
 from ckptguard.resume.excuses import OF_A_STEP, events_by_step
 from ckptguard.resume.records import Event, Kind, RankRecord, Value, same
 from ckptguard.resume.results import Comparison, Difference
-from ckptguard.resume.wording import ranks_text
 
 Records = Mapping[int, RankRecord]
 Place = tuple[int, str]  # rank, item

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptguard.core.watching import Group
+from ckptguard.core.wording import ranks_text
 from ckptguard.resume.diagnoses import holders, number, sort_of, step_held
 from ckptguard.resume.records import RankRecord
 from ckptguard.resume.results import Comparison, Difference, KnownFault
-from ckptguard.resume.wording import ranks_text
 
 Records = Mapping[int, RankRecord]
 _EXPERT_TRACKER = "rng tracker expert-parallel-rng"

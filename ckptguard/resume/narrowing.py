@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from ckptguard.core.wording import some
 from ckptguard.resume.arm_lines import ArmLine, Role
 from ckptguard.resume.call_compare import Located, first_fault
 from ckptguard.resume.compare import compare_steps
 from ckptguard.resume.excuses import RULES
 from ckptguard.resume.results import Comparison, Culprit, Difference
 from ckptguard.resume.session import ArmFailedError, Session
-from ckptguard.resume.wording import some
 
 Rerun = Callable[[Role, str, str, int], ArmLine]  # role, name, purpose, last step
 MOST_TRIALS = 12

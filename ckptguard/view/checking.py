@@ -36,7 +36,7 @@ from ckptguard.formats.storage import Directory
 from ckptguard.view import expected
 from ckptguard.view.expected import Expected
 from ckptguard.view.one_pass import END_BYTES, OnePass, Sums, fast_digest
-from ckptguard.view.saved import Saved, folder_of
+from ckptguard.view.saved import Saved
 from ckptguard.view.values import Checked, Copy, Digest, Step
 
 _MOST_SENTENCES = 8
@@ -66,7 +66,7 @@ def check(
     Returns:
         One value per copy, in their order.
     """
-    saved = Saved(staged / folder_of(step)) if digests and step.kind == "global" else None
+    saved = Saved(staged / step.folder) if digests and step.kind == "global" else None
     look = _Look(places, step, saved, digests)
     sizes = [copy.size_bytes if digests else min(copy.size_bytes, 2 * END_BYTES) for copy in copies]
     progress.start("checking copies" if digests else "comparing copies", sum(sizes))
@@ -120,7 +120,7 @@ class _Look:
 
     def __init__(self, places: Sequence[str], step: Step, saved: Saved | None, digests: bool) -> None:
         self._places, self._saved, self._digests = places, saved, digests
-        self._folder = f"{folder_of(step)}/"
+        self._folder = f"{step.folder}/"
         self._pass = OnePass()
 
     def at(self, copy: Copy, progress: Progress) -> Checked:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
+from ckptguard.core.wording import some
 from ckptguard.formats import nvrx_local
 from ckptguard.view.values import Copy, FoundStep, NodeReport, Step
+
+_MOST_NAMED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,7 @@ def tracker_note(reports: Sequence[NodeReport]) -> str | None:
     if len(said) < 2:
         return None
     return "trackers disagree: " + "; ".join(
-        f"{value} says {_few(sorted(set(where)))}" for value, where in sorted(said.items())
+        f"{value} says {some(sorted(set(where)), _MOST_NAMED)}" for value, where in sorted(said.items())
     )
 
 
@@ -129,15 +132,15 @@ def _candidate(step: Step, found: Sequence[FoundStep], hosts: Mapping[int, str],
         return _local(step, ours, tuple(notes), ranks, found)
     naming = [one for one in ours if one.step.save]
     if not naming:
-        return Candidate(step, {}, {}, (), (f"no node has its .metadata ({_few(notes)})",), tuple(notes))
+        return Candidate(step, {}, {}, (), (f"no node has its .metadata ({some(notes, _MOST_NAMED)})",), tuple(notes))
     return _global(step, ours, naming, notes)
 
 
 def _global(step: Step, ours: Sequence[FoundStep], naming: Sequence[FoundStep], notes: list[str]) -> Candidate:
     expected = naming[0].expected  # of one save, so of one .metadata
     there = _by_name(copy for one in ours for copy in one.copies)
-    told = {(one.node, one.place) for one in naming}  # the survey could compare sizes with the index there
-    small, lacking = _small(naming, {name: copies for name, copies in there.items() if name not in expected})
+    at_home = {(one.node, one.place) for one in naming}
+    small, lacking = _small(at_home, {name: copies for name, copies in there.items() if name not in expected})
     data = {}
     for name, least_bytes in expected.items():
         copies = there.get(name, ())
@@ -147,22 +150,21 @@ def _global(step: Step, ours: Sequence[FoundStep], naming: Sequence[FoundStep], 
         notes += [
             f"node {copy.node}: {name}: cut short: {copy.size_bytes} of {least_bytes} bytes, so it is not used"
             for copy in copies
-            if copy.size_bytes < least_bytes and (copy.node, copy.place) not in told
+            if copy.size_bytes < least_bytes and (copy.node, copy.place) not in at_home  # else the survey has told
         ]
     return Candidate(step, small, data, naming[0].common, tuple(lacking), tuple(notes))
 
 
 def _small(
-    naming: Sequence[FoundStep], there: Mapping[str, tuple[Copy, ...]]
+    at_home: Set[tuple[int, int]], there: Mapping[str, tuple[Copy, ...]]
 ) -> tuple[dict[str, tuple[Copy, ...]], list[str]]:
     """Files that every node gets, as those who have ``.metadata`` of this save have them; another's only if it is the same."""
-    at_home = {(one.node, one.place) for one in naming}
     small, lacking = {}, []
     for name, copies in there.items():
         ours = [copy for copy in copies if (copy.node, copy.place) in at_home and copy.blake3]
         digests = {copy.blake3 for copy in ours or copies if copy.blake3}
         if len(digests) > 1:
-            nodes = _few([f"node {copy.node}" for copy in ours or copies])
+            nodes = some([f"node {copy.node}" for copy in ours or copies], _MOST_NAMED)
             lacking.append(f"{name}: differs between {nodes}, and nothing says which is right")
         elif digests:
             small[name] = tuple(copy for copy in copies if copy.blake3 in digests)
@@ -179,7 +181,7 @@ def _local(
     count = ranks or max(seen, default=-1) + 1
     lacking = []
     if missing := [rank for rank in range(count) if rank not in by_rank]:
-        lacking.append(f"no node has the file of rank {_few(list(map(str, missing)))} of {count}")
+        lacking.append(f"no node has the file of rank {some(missing, _MOST_NAMED)} of {count}")
     if beyond := [rank for rank in by_rank if rank >= count]:
         lacking.append(
             f"it has a file of rank {max(beyond)}, but the run has {count} ranks: a local checkpoint fits one layout"
@@ -187,7 +189,7 @@ def _local(
     if ranks is None and notes:
         lacking.append(f"how many ranks it is of is not known (--ranks-per-node says it), and {notes[0]}")
     if not by_rank:
-        lacking.append(f"no file of it can be used ({_few(notes)})")
+        lacking.append(f"no file of it can be used ({some(notes, _MOST_NAMED)})")
     data = {}
     for name, copies in there.items():
         data[name] = tuple(copy for copy in copies if copy.size_bytes)
@@ -212,15 +214,10 @@ def _by_name(copies: Iterable[Copy]) -> dict[str, tuple[Copy, ...]]:
 def _no_copy(name: str, copies: Sequence[Copy], least_bytes: int) -> str:
     if not copies:
         return f"{name}: no node has it, and no source"
-    shown = _few([f"{copy.size_bytes} on node {copy.node}" for copy in copies])
+    shown = some([f"{copy.size_bytes} on node {copy.node}" for copy in copies], _MOST_NAMED)
     return f"{name}: cut short everywhere: {shown} of {least_bytes} bytes"
 
 
 def _where(one: FoundStep, hosts: Mapping[int, str]) -> str:
     source = f", source {one.place}" if one.place else ""
     return f"node {one.node} ({hosts[one.node]}{source})"
-
-
-def _few(items: Sequence[str], most: int = 4) -> str:
-    more = f" and {len(items) - most} more" if len(items) > most else ""
-    return ", ".join(items[:most]) + more

@@ -56,12 +56,11 @@ class Collecting:
         self._afresh: set[tuple[int, str]] = set()
         self._pulled: dict[Copy, tuple[Copy, Delivered]] = {}
 
-    def bring(self, wanted: Mapping[str, Sequence[int]], label: str) -> Orders:
+    def bring(self, wanted: Mapping[str, Sequence[int]]) -> Orders:
         """Brings each of some files to the nodes that need it.
 
         Args:
             wanted: Nodes by name.
-            label: What is done, for the progress display.
 
         Raises:
             UnableError: A file has no sound copy left, or sound copies contradict each other; or the network or a disk is at
@@ -71,21 +70,21 @@ class Collecting:
             if gone := [name for name in open_ if not self._copies[name]]:
                 raise UnableError("; ".join(self._gone(name) for name in gone[:4]))
             if pulls := self._pulls(open_):
-                yield from self._deliver(pulls, label)
+                yield from self._deliver(pulls)
                 continue
             origins = {name: self._origin(name, nodes) for name, nodes in open_.items()}
             asked = [copy for name, nodes in open_.items() for copy in self._to_check(nodes, origins[name])]
             if asked:
-                self._hear((yield Order("check", self._step, copies=tuple(asked), label=f"{label}: checking")))
+                self._hear((yield Order("check", self._step, copies=tuple(asked))))
                 continue
             others = [c for name in open_ for c in self._copies[name] if c not in self._fast and c not in self._sound]
             if others := [copy for copy in others if copy.place == 0]:
-                self._hear((yield Order("compare", self._step, copies=tuple(others), label=f"{label}: comparing")))
+                self._hear((yield Order("compare", self._step, copies=tuple(others))))
             if doubtful := [copy for name in open_ for copy in self._doubtful(name)]:
-                self._hear((yield Order("check", self._step, copies=tuple(doubtful), label=f"{label}: checking")))
+                self._hear((yield Order("check", self._step, copies=tuple(doubtful))))
                 continue
             self._refuse_contradictions(open_)
-            yield from self._deliver(self._spread(open_, origins), label)
+            yield from self._deliver(self._spread(open_, origins))
 
     def planned(self, wanted: Mapping[str, Sequence[int]]) -> tuple[Delivery, ...]:
         """What would be moved, before anything is checked; digests are not known."""
@@ -181,12 +180,12 @@ class Collecting:
 
     # --- orders and answers
 
-    def _deliver(self, deliveries: Sequence[Delivery], label: str) -> Orders:
+    def _deliver(self, deliveries: Sequence[Delivery]) -> Orders:
         self._refuse_full(deliveries)
         offered = tuple(d for d in deliveries if d.via == d.copy.node)
         if offered:
             yield Order("offer", self._step, deliveries=offered)
-        answers = yield Order("deliver", self._step, deliveries=tuple(deliveries), urls=self._urls, label=label)
+        answers = yield Order("deliver", self._step, deliveries=tuple(deliveries), urls=self._urls)
         came = {(answer.node, one.name): one for answer in answers for one in answer.delivered}
         failed = {key for key, one in came.items() if one.problem}
         for delivery in deliveries:

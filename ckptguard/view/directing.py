@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from ckptguard.core.errors import CkptguardError, DamagedError, EnvironmentFailedError, NotFoundError
 from ckptguard.view.choosing import Candidate, choose, tracker_note
-from ckptguard.view.collecting import Collected, Collecting, UnableError
+from ckptguard.view.collecting import Collecting, UnableError
 from ckptguard.view.orders import Answer, Order, Refusal
 from ckptguard.view.values import Agreement, Delivered, Delivery, Needs, NodeReport
 
@@ -73,7 +73,7 @@ class Outcome:
 
 def direct(wanted: Wanted) -> Work:
     """The orders of a run; ends with its outcome."""
-    reports = _reports((yield Order("survey", label="looking at what is there")))
+    reports = _reports((yield Order("survey")))
     choice = choose(reports, step=wanted.step, ranks=wanted.ranks)
     passed_over = list(choice.aside)
     notes = [note for note in (tracker_note(reports),) if note]
@@ -150,20 +150,20 @@ class _Attempt:
             UnableError: The step cannot be made whole.
         """
         candidate, everywhere = self.candidate, tuple(sorted(set(self.leader.values())))
-        yield from self.collecting.bring(dict.fromkeys(candidate.small, everywhere), "getting the index")
-        yield from self.collecting.bring(dict.fromkeys(candidate.common, everywhere), "getting the common state")
+        yield from self.collecting.bring(dict.fromkeys(candidate.small, everywhere))
+        yield from self.collecting.bring(dict.fromkeys(candidate.common, everywhere))
         names = tuple(sorted(candidate.data))
-        answers = yield Order("needs", candidate.step, names=names, label="asking what each rank reads")
+        answers = yield Order("needs", candidate.step, names=names)
         needs = next(answer.needs for answer in answers if answer.needs is not None)
         nodes = self._by_leader(needs)
         if self.wanted.dry_run:
             planned = self.collecting.planned(nodes)
-            return Outcome(self.reports, agreement=self._agreement(needs, {}), needs=needs, planned=planned)
-        yield from self.collecting.bring(nodes, "getting the data")
+            return Outcome(self.reports, agreement=self._agreement(needs), needs=needs, planned=planned)
+        yield from self.collecting.bring(nodes)
         collected = self.collecting.result()
-        agreement = self._agreement(needs, collected)
-        yield Order("publish", candidate.step, agreement=agreement, label="publishing")
-        yield Order("confirm", candidate.step, agreement=agreement, label="publishing")
+        agreement = self._agreement(needs)
+        yield Order("publish", candidate.step, agreement=agreement)
+        yield Order("confirm", candidate.step, agreement=agreement)
         delivered = {node: tuple(one.values()) for node, one in collected.items()}
         return Outcome(self.reports, agreement=agreement, needs=needs, delivered=delivered)
 
@@ -175,7 +175,7 @@ class _Attempt:
                 out.setdefault(name, set()).add(self.leader[node])
         return {name: tuple(sorted(nodes)) for name, nodes in sorted(out.items())}
 
-    def _agreement(self, needs: Needs, collected: Collected) -> Agreement:
+    def _agreement(self, needs: Needs) -> Agreement:
         return Agreement(
             self.wanted.id,
             self.candidate.step,

@@ -46,6 +46,14 @@ def _sync_file(path: Path) -> None:
         os.close(handle)
 
 
+def free_bytes(path: Path) -> int:
+    """Bytes that an unprivileged user may still write where a path is, or will be."""
+    there = next(one for one in (path, *path.parents) if one.is_dir())
+    with writing(there):
+        found = os.statvfs(there)
+    return found.f_bavail * found.f_frsize
+
+
 def make_writable(path: Path) -> None:
     """Lets the owner write to a directory and those below it again."""
     for folder, _, _ in os.walk(path):

@@ -22,6 +22,7 @@ from xxhash import xxh3_64_intdigest
 
 from ckptguard.core.errors import CkptguardError, EnvironmentFailedError
 from ckptguard.engine.write_calls import start_writeback, store
+from ckptguard.view.directories import free_bytes
 from ckptguard.view.fetching import BrokenError
 from ckptguard.view.server import Arriving
 from ckptguard.view.values import Digest
@@ -308,19 +309,12 @@ def writing(path: Path, needed_bytes: Callable[[], int]) -> Iterator[None]:
     except OSError as error:
         message = f"{path}: cannot be written: {error.strerror}"
         if error.errno in _FULL:
-            message += f"; {needed_bytes()} bytes are still to come, {_free_bytes(path)} are free there"
+            message += f"; {needed_bytes()} bytes are still to come, {free_bytes(path)} are free there"
         raise EnvironmentFailedError(
             message,
             next_step="Free space or permission there, or give a view on another file system. What has come is kept: the"
             " next attempt goes on from it.",
         ) from error
-
-
-def _free_bytes(path: Path) -> int:
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    status = os.statvfs(path)
-    return status.f_bavail * status.f_frsize
 
 
 def partial_of(final: Path) -> Path:

@@ -86,8 +86,7 @@ def _planned(
     names: Sequence[str],
     arguments: Mapping[str, object],
 ) -> Needs:
-    folder = f"iter_{step.iteration:07d}" if step.number.isdigit() else step.number
-    with open_checkpoint(staged / folder) as checkpoint:
+    with open_checkpoint(staged / step.folder) as checkpoint:
         index = checkpoint.index
     if index.format != "torch_dist":
         raise UnsupportedError(
@@ -96,7 +95,7 @@ def _planned(
     run = run_of({**index.facts.args, **arguments}, layout, sum(map(len, ranks.values())))
     plan = load_plan(index, run)
     spoken_of = set(index.spans())
-    files = {name: str(PurePosixPath(name).relative_to(folder)) for name in names}
+    files = {name: str(PurePosixPath(name).relative_to(step.folder)) for name in names}
     out = {}
     for node, own in ranks.items():
         read = plan.files_of(own)

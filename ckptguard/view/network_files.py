@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from ckptguard.core.wording import some
+
 RECENT_SECONDS = 120.0
 _MOUNTS = Path("/proc/self/mountinfo")
 # fmt: off
@@ -97,12 +99,6 @@ class Patience:
         self._left -= waited
         end = f": {some(missing, _MOST_NAMED)} did not appear" if missing else ""
         return seen, f"{root}: waited {waited:.1f} s for {some(awaited, _MOST_NAMED)} on {kind}{end}"
-
-
-def some(names: Sequence[str], most: int) -> str:
-    """The first few, and how many more."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 def _open(path: Path) -> None:

@@ -48,7 +48,6 @@ class Order:
         agreement: For ``publish``, and in the end if there is a view.
         refusal: In the end, if there is none.
         notes: In the end: what people should know, in sentences.
-        label: What is done, for the progress display.
     """
 
     verb: Verb
@@ -60,7 +59,6 @@ class Order:
     agreement: Agreement | None = None
     refusal: Refusal | None = None
     notes: tuple[str, ...] = ()
-    label: str = ""
 
 
 @dataclass(frozen=True, slots=True)

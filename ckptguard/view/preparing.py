@@ -30,7 +30,7 @@ from ckptguard.formats.remote import RemotePath, path_of
 from ckptguard.layout.layouts import Layout
 from ckptguard.view.checking import check
 from ckptguard.view.choosing import Candidate
-from ckptguard.view.directing import Outcome, Wanted, direct, error_of
+from ckptguard.view.directing import Outcome, Wanted, Work, direct, error_of
 from ckptguard.view.fetching import ask_state
 from ckptguard.view.messages import packed, unpacked
 from ckptguard.view.needs import needed
@@ -248,11 +248,11 @@ def _answers(peers: Peers, number: int, worker: _Surveyor, order: Order) -> tupl
     return (own or do(), *others)
 
 
-def _outcome_of(directing: object) -> Outcome | None:
+def _outcome_of(directing: Work | None) -> Outcome | None:
     if directing is None:
         return None
     try:
-        directing.send(())  # type: ignore[attr-defined]
+        directing.send(())
     except StopIteration as end:
         outcome: Outcome = end.value
         return outcome

@@ -38,7 +38,7 @@ from ckptguard.engine.write_calls import sync_directory, writing
 from ckptguard.formats.remote import RemotePath, path_of
 from ckptguard.formats.trackers import TRAIN_STATE, tracker_files
 from ckptguard.view import records
-from ckptguard.view.directories import REMOVING, make_writable, remove_all_but, remove_tree, seal
+from ckptguard.view.directories import REMOVING, free_bytes, make_writable, remove_all_but, remove_tree, seal
 from ckptguard.view.locks import locked
 from ckptguard.view.records import Publication
 from ckptguard.view.values import Agreement, Step
@@ -121,10 +121,7 @@ class Site:
 
     def free_bytes(self) -> int:
         """Bytes that an unprivileged user may still write where the versions are or will be."""
-        path = next(path for path in (self.versions, *self.versions.parents) if path.is_dir())
-        with writing(path):
-            found = os.statvfs(path)
-        return found.f_bavail * found.f_frsize
+        return free_bytes(self.versions)
 
     def put_probe(self, run_id: str, node: int) -> None:
         """Leaves a sign by which other nodes of the run find out that they see this very directory."""

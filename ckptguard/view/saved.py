@@ -16,14 +16,8 @@ from ckptguard.engine.workers import BUFFER_BYTES
 from ckptguard.fingerprint.manifest import FILE_NAME, Manifest, parse
 from ckptguard.formats.dcp import METADATA, parse_table
 from ckptguard.formats.torch_dist import INTEGRITY
-from ckptguard.view.values import Step
 
 Item = tuple[Span, str, Chunk | None]
-
-
-def folder_of(step: Step) -> str:
-    """Name of a step's directory in a view: ``iter_0000020`` or ``release``."""
-    return f"iter_{step.iteration:07d}" if step.number.isdigit() else step.number
 
 
 class Saved:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from types import MappingProxyType
 
 from blake3 import blake3
@@ -19,6 +19,7 @@ from blake3 import blake3
 from ckptguard.core.errors import CkptguardError, DamagedError
 from ckptguard.core.index import FileEntry
 from ckptguard.core.problems import Problem
+from ckptguard.core.writing import check_relative
 from ckptguard.formats import dcp, facts, torch_dist
 from ckptguard.formats.legacy import RANK_FOLDER
 from ckptguard.formats.remote import UNFINISHED, directory
@@ -86,11 +87,11 @@ def _listed(items: Sequence[dcp.StoredItem], problems: Sequence[Problem], where:
 
 
 def _stays_inside(name: str) -> bool:
-    if "/" not in name:
-        return name not in ("", ".", "..") and "\0" not in name
-    path = PurePosixPath(name)
-    plain = str(path) == name and "\0" not in name
-    return plain and not path.is_absolute() and ".." not in path.parts
+    try:
+        check_relative(name)
+    except ValueError:
+        return False
+    return "\0" not in name
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +114,8 @@ class StepFolder:
 
     @property
     def in_view(self) -> str:
-        """Name of the directory in the view: the one that Megatron looks for (``get_checkpoint_name``, 0.19.2)."""
-        return f"iter_{int(self.number):07d}" if self.number.isdigit() else self.number
+        """Name of the directory in the view."""
+        return Step("global", self.number).folder
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,16 +15,17 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ckptguard.core.errors import CkptguardError, DamagedError, EnvironmentFailedError, NotFoundError, UsageError
+from ckptguard.core.wording import some
 from ckptguard.formats import train_state
 from ckptguard.formats.remote import RemotePath, path_of, refuse_unfinished
+from ckptguard.formats.trackers import LATEST_TRAIN_STATE, TEXT
 from ckptguard.view.listing import Child, children_of, joined, leaves
 from ckptguard.view.local_survey import Sessions
-from ckptguard.view.network_files import FileSystem, Patience, file_system_of, is_recent, some
+from ckptguard.view.network_files import FileSystem, Patience, file_system_of, is_recent
 from ckptguard.view.step_survey import Indexes, StepFolder, look, said
 from ckptguard.view.values import FoundStep, NodeReport, Step
 
 NON_PERSISTENT = "non_persistent"
-ITERATION_TRACKER = "latest_checkpointed_iteration.txt"
 UNREADABLE = "unreadable"
 MOST_STEPS = 16
 _STEP = re.compile(r"iter_(\d{1,18})|release", re.ASCII)
@@ -166,7 +167,7 @@ class _Place:
             children = children_of(self._root / below)
             notes.clear()
             trackers.clear()
-            for name in (ITERATION_TRACKER, train_state.TRACKER):
+            for name in (TEXT, LATEST_TRAIN_STATE):
                 if name in children:
                     trackers[name] = self._tracker(joined(below, name), notes)
             return children
@@ -192,7 +193,7 @@ class _Place:
         missing = {text for text in trackers.values() if text != UNREADABLE and text not in there}
         if self._wanted is not None:
             missing &= {self._wanted}
-        folders = [f"iter_{int(text):07d}" if text.isdigit() else text for text in sorted(missing)]
+        folders = [Step("global", text).folder for text in sorted(missing)]
         return [*torn, *[joined(below, folder) for folder in folders]]
 
     def _tracker(self, path: str, notes: list[str]) -> str:
@@ -200,7 +201,7 @@ class _Place:
         where = self._root / path
         try:
             data = self._small(path)
-            if path.endswith(train_state.TRACKER):
+            if path.endswith(LATEST_TRAIN_STATE):
                 return str(train_state.tracked_step(data, where=str(where)))
             return number_of(data.decode().strip())
         except UsageError as error:
